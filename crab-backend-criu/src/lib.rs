@@ -1,0 +1,1 @@
+//! Process checkpoints for Crab by CRIU

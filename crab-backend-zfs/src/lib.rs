@@ -1,0 +1,1 @@
+//! Filesystem checkpoints for Crab by ZFS datasets (not usable yet)

@@ -1,0 +1,1 @@
+//! Decides, captures, persists, pairs and restores the savepoints of a host's sandboxes

@@ -1,0 +1,1 @@
+//! Tells what a turn really changed in a sandbox, from kernel evidence
