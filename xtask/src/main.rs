@@ -1,2 +1,48 @@
-//! Project tasks.
-fn main() {}
+//! Project tasks: `cargo xtask help` lists them.
+//!
+//! No dependencies on purpose: this program is what makes a machine ready for
+//! everything else, so it has to build in seconds.
+
+mod command;
+mod setup;
+mod tasks;
+
+use std::process::ExitCode;
+
+const USAGE: &str = "\
+Usage: cargo xtask TASK
+
+Tasks:
+  setup [--check]            make this machine ready: host packages, CRIU, the btrfs pool, the
+                             sandboxes' root filesystem. With --check, only say what is missing
+  test [ARGS...]             setup, then `cargo test --workspace ARGS`; says what was skipped
+  demo [ARGS...]             setup, then the demo in release mode
+  bench NAME [--json FILE]   setup, then `cargo bench -p crab-benches --bench NAME`
+  help                       this text
+
+Environment:
+  CRAB_HOME                  where setup puts things (default /var/lib/crab)
+";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let (task, rest) = match arguments.split_first() {
+        Some((task, rest)) => (task.as_str(), rest),
+        None => ("help", &[][..]),
+    };
+    let outcome = match task {
+        "setup" => setup::main(rest),
+        "test" => tasks::test(rest),
+        "demo" => tasks::demo(rest),
+        "bench" => tasks::bench(rest),
+        "help" | "--help" | "-h" => {
+            print!("{USAGE}");
+            Ok(ExitCode::SUCCESS)
+        }
+        other => Err(format!("there is no task `{other}`\n\n{USAGE}")),
+    };
+    outcome.unwrap_or_else(|message| {
+        eprintln!("xtask: {message}");
+        ExitCode::FAILURE
+    })
+}

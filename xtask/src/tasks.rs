@@ -1,0 +1,122 @@
+//! The tasks that wrap cargo: each makes the machine ready first.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, ExitCode, ExitStatus, Stdio};
+
+use crate::setup;
+
+/// `cargo xtask test`: setup, the whole workspace's tests, and a list of what they skipped.
+pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
+    ready()?;
+    // Without --nocapture, cargo would swallow the `skipped:` lines of tests that pass.
+    let (cargo_arguments, harness_arguments) = match arguments.iter().position(|a| a == "--") {
+        Some(at) => (&arguments[..at], &arguments[at + 1..]),
+        None => (arguments, &[][..]),
+    };
+    let mut command = cargo();
+    command
+        .args(["test", "--workspace", "--no-fail-fast"])
+        .args(cargo_arguments)
+        .args(["--", "--show-output"])
+        .args(harness_arguments)
+        .stdout(Stdio::piped());
+    let mut child = command
+        .spawn()
+        .map_err(|error| format!("cannot start cargo: {error}"))?;
+    let mut skipped = Vec::new();
+    if let Some(stdout) = child.stdout.take() {
+        let mut reader = BufReader::new(stdout);
+        let mut line = Vec::new();
+        while reader
+            .read_until(b'\n', &mut line)
+            .map_err(|error| format!("lost the output of cargo test: {error}"))?
+            > 0
+        {
+            let text = String::from_utf8_lossy(&line);
+            let text = text.trim_end();
+            if let Some(what) = text.trim_start().strip_prefix("skipped: ") {
+                skipped.push(what.to_owned());
+            }
+            println!("{text}");
+            line.clear();
+        }
+    }
+    let status = child
+        .wait()
+        .map_err(|error| format!("lost cargo test: {error}"))?;
+    skipped.sort();
+    skipped.dedup();
+    // On standard error: the closing lines of standard output stay those of cargo test.
+    eprintln!(
+        "xtask: {} kinds of test skipped on this machine",
+        skipped.len()
+    );
+    for what in &skipped {
+        eprintln!("xtask:   skipped: {what}");
+    }
+    Ok(exit_code(status))
+}
+
+/// `cargo xtask demo`: the demo, in release mode.
+pub(crate) fn demo(arguments: &[String]) -> Result<ExitCode, String> {
+    ready()?;
+    pass_on(
+        cargo()
+            .args([
+                "run",
+                "--release",
+                "-p",
+                "crab-examples",
+                "--bin",
+                "demo",
+                "--",
+            ])
+            .args(arguments),
+    )
+}
+
+/// `cargo xtask bench NAME`: one benchmark of crab-benches.
+pub(crate) fn bench(arguments: &[String]) -> Result<ExitCode, String> {
+    let Some((name, rest)) = arguments.split_first() else {
+        return Err("name the benchmark: cargo xtask bench NAME [--json FILE]".to_owned());
+    };
+    if name.starts_with('-') {
+        return Err(format!(
+            "`{name}` is no benchmark's name: cargo xtask bench NAME [--json FILE]"
+        ));
+    }
+    ready()?;
+    pass_on(
+        cargo()
+            .args(["bench", "-p", "crab-benches", "--bench", name, "--"])
+            .args(rest),
+    )
+}
+
+fn ready() -> Result<(), String> {
+    println!("xtask: making this machine ready first (cargo xtask setup)");
+    setup::install()
+}
+
+/// cargo, told where setup put things.
+fn cargo() -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let home = setup::Home::from_environment();
+    command.env("CRAB_HOME", home.path());
+    command.env("CRAB_CRIU", home.criu_binary());
+    command
+}
+
+fn pass_on(command: &mut Command) -> Result<ExitCode, String> {
+    command
+        .status()
+        .map(exit_code)
+        .map_err(|error| format!("cannot start cargo: {error}"))
+}
+
+fn exit_code(status: ExitStatus) -> ExitCode {
+    match status.code().map(u8::try_from) {
+        Some(Ok(code)) => ExitCode::from(code),
+        _ => ExitCode::FAILURE,
+    }
+}
