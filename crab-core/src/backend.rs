@@ -1,0 +1,202 @@
+//! How one domain is saved and brought back.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use async_trait::async_trait;
+
+use crate::artifact::{Artifact, Domain};
+use crate::error::Result;
+use crate::id::{ArtifactId, OperationId, SandboxId};
+use crate::sandbox::{InheritedFd, Sandbox};
+
+/// What a backend can do beyond the contract.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Capabilities {
+    /// [`CheckpointBackend::restore`] can keep the state that it replaces as an artifact.
+    pub keeps_replaced: bool,
+    /// An artifact can be restored into another sandbox than the one that it was captured from.
+    pub forks: bool,
+    /// A capture given a parent stores only what differs from it.
+    pub incremental: bool,
+}
+
+impl Capabilities {
+    /// The same with [`keeps_replaced`](Self::keeps_replaced).
+    #[must_use]
+    pub fn with_keeps_replaced(mut self) -> Self {
+        self.keeps_replaced = true;
+        self
+    }
+    /// The same with [`forks`](Self::forks).
+    #[must_use]
+    pub fn with_forks(mut self) -> Self {
+        self.forks = true;
+        self
+    }
+    /// The same with [`incremental`](Self::incremental).
+    #[must_use]
+    pub fn with_incremental(mut self) -> Self {
+        self.incremental = true;
+        self
+    }
+}
+
+/// What is to be done at the cut: at the one moment that the captured state belongs to. The engine pairs the domains
+/// with it: the filesystem is snapshotted at the cut of the process dump.
+#[async_trait]
+pub trait AtCut: Send {
+    /// Runs at the cut. Where the sandbox's tasks are stopped for the capture, they are stopped during this.
+    ///
+    /// # Errors
+    /// Fail the capture.
+    async fn run(&mut self) -> Result<()>;
+}
+
+/// Nothing to do at the cut.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoCut;
+
+#[async_trait]
+impl AtCut for NoCut {
+    async fn run(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// What is to be captured.
+pub struct CaptureRequest<'a> {
+    /// The sandbox as its host describes it now.
+    pub sandbox: &'a Sandbox,
+    /// The name that the artifact gets.
+    pub artifact: ArtifactId,
+    /// The last artifact of this domain, for backends that store differences.
+    pub parent: Option<&'a Artifact>,
+    /// The caller has frozen the sandbox's cgroup and will thaw it. The backend must leave it frozen.
+    pub frozen: bool,
+    /// When to give up. The sandbox must then be as it was.
+    pub deadline: Option<Instant>,
+    /// Called once, at the cut.
+    pub at_cut: &'a mut dyn AtCut,
+}
+
+/// One domain's checkpoints.
+///
+/// A checkpoint has two halves. [`capture`](Self::capture) takes the consistent cut and is short; the sandbox may be
+/// frozen during it. [`Captured::persist`] makes it durable, after the thaw. An artifact exists when `persist` has
+/// returned it: a kill at any moment before that leaves nothing that [`list`](Self::list) names, or something that the
+/// engine recognises as an orphan by its name and removes.
+///
+/// Errors state the sandbox's condition where they can leave it other than it was.
+#[async_trait]
+pub trait CheckpointBackend: Send + Sync {
+    /// A short name that is stored with every artifact, such as `"btrfs"`.
+    fn name(&self) -> &str;
+
+    /// The domain that it saves.
+    fn domain(&self) -> Domain;
+
+    /// What it can do beyond the contract.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Finishes or undoes what a process that died in the middle of a call left behind. Called once when an engine
+    /// opens its store, before any other call. Running sandboxes are not disturbed.
+    ///
+    /// # Errors
+    /// Where something was found that could neither be finished nor undone; it says what and where.
+    async fn recover(&self) -> Result<()>;
+
+    /// Takes the cut and calls [`CaptureRequest::at_cut`] once at it. The sandbox runs on afterwards, unless the
+    /// caller froze it.
+    ///
+    /// Dropping the future lets the sandbox run on, at the latest after the deadline.
+    ///
+    /// # Errors
+    /// Nothing is left behind, and the sandbox is as it was.
+    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind::AlreadyExists) where the name is taken,
+    /// [`ErrorKind::NotCheckpointable`](crate::ErrorKind::NotCheckpointable) where the sandbox holds something that
+    /// cannot be saved.
+    async fn capture(&self, request: CaptureRequest<'_>) -> Result<Box<dyn Captured>>;
+
+    /// Checks that an artifact is whole, without restoring it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) where it is gone,
+    /// [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt) where it is damaged.
+    async fn verify(&self, artifact: &Artifact) -> Result<()>;
+
+    /// Brings an artifact's state back into a stopped sandbox. The same operation may be tried again after an error or
+    /// a crash. Other artifacts survive, newer ones too.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Busy`](crate::ErrorKind::Busy) where the sandbox has tasks,
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) and [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt) as
+    /// for [`verify`](Self::verify). The domain is then in its old state, and the sandbox is stopped.
+    async fn restore(&self, artifact: &Artifact, target: RestoreTarget) -> Result<Restored>;
+
+    /// Removes an artifact. Removing what is not there does nothing.
+    ///
+    /// # Errors
+    /// Where it may still take space; the call may be repeated.
+    async fn remove(&self, artifact: &Artifact) -> Result<()>;
+
+    /// All durable artifacts of a sandbox, in no order. Their `facts` and `external` may be missing: the manifest
+    /// holds those.
+    ///
+    /// # Errors
+    /// Where they cannot be read.
+    async fn list(&self, id: &SandboxId) -> Result<Vec<Artifact>>;
+
+    /// Where an artifact's files can be read, for a filesystem backend that keeps them readable.
+    fn tree(&self, _artifact: &Artifact) -> Option<PathBuf> {
+        None
+    }
+}
+
+/// A cut that is not durable yet. Dropping it is a [`discard`](Self::discard) that happens at leisure, at the latest
+/// at the next [`CheckpointBackend::recover`].
+#[async_trait]
+pub trait Captured: Send + Sync {
+    /// Makes it durable. Returns after everything that a restore needs is on stable storage.
+    ///
+    /// # Errors
+    /// Nothing is left behind. The sandbox is not touched.
+    async fn persist(self: Box<Self>) -> Result<Artifact>;
+
+    /// Gives it up and removes what it holds.
+    ///
+    /// # Errors
+    /// Where something may be left behind.
+    async fn discard(self: Box<Self>) -> Result<()>;
+
+    /// How long the capture itself kept the sandbox's tasks stopped, where the backend knows.
+    fn stopped_for(&self) -> Option<std::time::Duration> {
+        None
+    }
+}
+
+/// Where a restore goes.
+#[derive(Debug)]
+pub struct RestoreTarget {
+    /// The sandbox, stopped. For a filesystem backend `root` is where the restored tree will stand; it may exist or
+    /// not.
+    pub sandbox: Sandbox,
+    /// Names this restore, so that a second attempt is known to be one.
+    pub operation: OperationId,
+    /// Keep the replaced state under this name, where [`Capabilities::keeps_replaced`]. `None` removes it.
+    pub keep_replaced: Option<ArtifactId>,
+    /// What the host gives to the restored processes.
+    pub inherited: Vec<InheritedFd>,
+    /// When to give up and leave the old state.
+    pub deadline: Option<Instant>,
+}
+
+/// What a restore did.
+#[derive(Clone, Debug, Default)]
+pub struct Restored {
+    /// The state that was replaced, where it was kept.
+    pub replaced: Option<Artifact>,
+    /// The root of the restored process tree, as a pid of the host's namespace, for a process backend.
+    pub init: Option<u32>,
+}
