@@ -53,12 +53,7 @@ impl From<Digest> for String {
 impl TryFrom<String> for Digest {
     type Error = crate::Error;
     fn try_from(text: String) -> crate::Result<Self> {
-        let bad = || {
-            crate::Error::new(
-                crate::ErrorKind::Corrupt,
-                "a digest is not 64 hexadecimal digits",
-            )
-        };
+        let bad = || crate::Error::new(crate::ErrorKind::Corrupt, "a digest is not 64 hexadecimal digits");
         if text.len() != 64 || !text.is_ascii() {
             return Err(bad());
         }

@@ -216,12 +216,8 @@ mod tests {
     fn unknown_counts_as_changed() {
         let unknown = Change::Unknown(Unknown::Overflow("ring".into()));
         assert!(unknown.needs_checkpoint());
-        let delta = Delta {
-            filesystem: Change::Unchanged,
-            process: unknown,
-            effects: Effects::default(),
-            token: Token(1),
-        };
+        let delta =
+            Delta { filesystem: Change::Unchanged, process: unknown, effects: Effects::default(), token: Token(1) };
         assert!(!delta.is_clean());
     }
 }

@@ -77,14 +77,7 @@ impl Error {
     /// An error of this kind. The advice is the kind's own until [`retry`](Self::retry), [`fix`](Self::fix) or
     /// [`give_up`](Self::give_up) says otherwise.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self(Box::new(Inner {
-            kind,
-            message: message.into(),
-            advice: None,
-            fix: None,
-            condition: None,
-            source: None,
-        }))
+        Self(Box::new(Inner { kind, message: message.into(), advice: None, fix: None, condition: None, source: None }))
     }
 
     /// An error of the operating system while doing `what`, for example `"open /x/y"`. A full disk or quota becomes
@@ -102,9 +95,7 @@ impl Error {
         };
         let error = Self::new(kind, format!("cannot {what}")).caused_by(source);
         match kind {
-            ErrorKind::Full => {
-                error.fix("free space or raise the quota; versions that exist are kept")
-            }
+            ErrorKind::Full => error.fix("free space or raise the quota; versions that exist are kept"),
             _ => error,
         }
     }
@@ -162,18 +153,15 @@ impl Error {
     #[must_use]
     pub fn advice(&self) -> Advice {
         self.0.advice.unwrap_or(match self.0.kind {
-            ErrorKind::Busy | ErrorKind::TimedOut | ErrorKind::Cancelled | ErrorKind::Io => {
-                Advice::Retry
-            }
+            ErrorKind::Busy | ErrorKind::TimedOut | ErrorKind::Cancelled | ErrorKind::Io => Advice::Retry,
             ErrorKind::InvalidInput
             | ErrorKind::AlreadyExists
             | ErrorKind::Unsupported
             | ErrorKind::Full
             | ErrorKind::Poisoned => Advice::Fix,
-            ErrorKind::NotFound
-            | ErrorKind::NotCheckpointable
-            | ErrorKind::Corrupt
-            | ErrorKind::Internal => Advice::GiveUp,
+            ErrorKind::NotFound | ErrorKind::NotCheckpointable | ErrorKind::Corrupt | ErrorKind::Internal => {
+                Advice::GiveUp
+            }
         })
     }
 
@@ -198,11 +186,7 @@ impl fmt::Display for Error {
         while let Some(error) = cause {
             write!(f, ": {error}")?;
             // Our own errors print their causes themselves.
-            cause = if error.is::<Error>() {
-                None
-            } else {
-                error.source()
-            };
+            cause = if error.is::<Error>() { None } else { error.source() };
         }
         if let Some(fix) = &self.0.fix {
             write!(f, "; {fix}")?;
@@ -222,10 +206,7 @@ impl fmt::Debug for Error {
 
 impl StdError for Error {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.0
-            .source
-            .as_deref()
-            .map(|s| s as &(dyn StdError + 'static))
+        self.0.source.as_deref().map(|s| s as &(dyn StdError + 'static))
     }
 }
 
@@ -240,16 +221,12 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::Full);
         assert_eq!(error.advice(), Advice::Fix);
         let text = error.to_string();
-        assert!(
-            text.contains("cannot write the manifest") && text.contains("free space"),
-            "{text}"
-        );
+        assert!(text.contains("cannot write the manifest") && text.contains("free space"), "{text}");
     }
 
     #[test]
     fn causes_are_printed_once() {
-        let inner =
-            Error::new(ErrorKind::Io, "inner").caused_by(std::io::Error::other("root cause"));
+        let inner = Error::new(ErrorKind::Io, "inner").caused_by(std::io::Error::other("root cause"));
         let outer = Error::new(ErrorKind::Internal, "outer").caused_by(inner);
         assert_eq!(outer.to_string(), "outer: inner: root cause");
     }

@@ -50,23 +50,11 @@ pub struct GateHold {
 impl Gate {
     /// A closed gate and the hold on it.
     #[must_use]
-    #[allow(
-        clippy::new_ret_no_self,
-        reason = "the two halves are made together, as channels are"
-    )]
+    #[allow(clippy::new_ret_no_self, reason = "the two halves are made together, as channels are")]
     pub fn new() -> (Self, GateHold) {
         let (waiting, exposed) = oneshot::channel();
         let (sender, verdict) = oneshot::channel();
-        (
-            Self {
-                exposed,
-                verdict: sender,
-            },
-            GateHold {
-                waiting: Some(waiting),
-                verdict,
-            },
-        )
+        (Self { exposed, verdict: sender }, GateHold { waiting: Some(waiting), verdict })
     }
 
     /// Waits until the answer waits at the gate or nobody wants it any more. May be dropped and called again until it
@@ -129,11 +117,7 @@ impl GateHold {
         match poll_fn(|cx| Future::poll(Pin::new(&mut self.verdict), cx)).await {
             Ok(verdict) => verdict,
             Err(oneshot::Canceled) => Verdict::Failed(Arc::new(
-                Error::new(
-                    ErrorKind::Cancelled,
-                    "the gate was dropped before the turn's version was durable",
-                )
-                .retry(),
+                Error::new(ErrorKind::Cancelled, "the gate was dropped before the turn's version was durable").retry(),
             )),
         }
     }
@@ -147,10 +131,7 @@ mod tests {
 
     fn now<F: Future>(future: F) -> Option<F::Output> {
         let mut future = std::pin::pin!(future);
-        match future
-            .as_mut()
-            .poll(&mut Context::from_waker(Waker::noop()))
-        {
+        match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(output) => Some(output),
             Poll::Pending => None,
         }
@@ -161,10 +142,7 @@ mod tests {
         let (gate, mut hold) = Gate::new();
         assert!(now(hold.verdict()).is_none());
         gate.decide(Verdict::Durable(VersionId(3)));
-        assert!(matches!(
-            now(hold.verdict()),
-            Some(Verdict::Durable(VersionId(3)))
-        ));
+        assert!(matches!(now(hold.verdict()), Some(Verdict::Durable(VersionId(3)))));
     }
 
     #[test]

@@ -13,16 +13,9 @@ const MAX_NAME: usize = 96;
 
 fn check(what: &'static str, name: &str) -> Result<(), Error> {
     let refuse = |why: &str| {
-        let shown: String = name
-            .chars()
-            .take(40)
-            .flat_map(char::escape_default)
-            .collect();
-        Err(Error::new(
-            ErrorKind::InvalidInput,
-            format!("the {what} \"{shown}\" {why}"),
-        )
-        .fix("use 1 to 96 of the characters a-z A-Z 0-9 . _ -, beginning with a letter or digit"))
+        let shown: String = name.chars().take(40).flat_map(char::escape_default).collect();
+        Err(Error::new(ErrorKind::InvalidInput, format!("the {what} \"{shown}\" {why}"))
+            .fix("use 1 to 96 of the characters a-z A-Z 0-9 . _ -, beginning with a letter or digit"))
     };
     if name.is_empty() {
         return refuse("is empty");
@@ -33,10 +26,7 @@ fn check(what: &'static str, name: &str) -> Result<(), Error> {
     if !name.as_bytes()[0].is_ascii_alphanumeric() {
         return refuse("does not begin with a letter or digit");
     }
-    if !name
-        .bytes()
-        .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
-    {
+    if !name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-')) {
         return refuse("holds a character that a name may not hold");
     }
     Ok(())
@@ -166,25 +156,10 @@ mod tests {
 
     #[test]
     fn names_that_could_leave_their_folder_are_refused() {
-        for bad in [
-            "",
-            ".",
-            "..",
-            "../x",
-            "a/b",
-            "a\0b",
-            "-rf",
-            ".hidden",
-            "a b",
-            "\u{e4}",
-            &"x".repeat(10_000),
-        ] {
+        for bad in ["", ".", "..", "../x", "a/b", "a\0b", "-rf", ".hidden", "a b", "\u{e4}", &"x".repeat(10_000)] {
             let error = SandboxId::new(bad).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidInput, "{bad:?}");
-            assert!(
-                error.to_string().len() < 400,
-                "the message must not repeat 10 kB of input"
-            );
+            assert!(error.to_string().len() < 400, "the message must not repeat 10 kB of input");
         }
         assert!(serde_json::from_str::<SandboxId>("\"../x\"").is_err());
     }

@@ -126,8 +126,6 @@ impl Manifest {
 
     /// The stored artifacts, filesystem first.
     pub fn artifacts(&self) -> impl Iterator<Item = &Artifact> {
-        [&self.filesystem, &self.process]
-            .into_iter()
-            .filter_map(Half::artifact)
+        [&self.filesystem, &self.process].into_iter().filter_map(Half::artifact)
     }
 }

@@ -26,13 +26,7 @@ pub struct Sandbox {
 impl Sandbox {
     /// A sandbox in which nothing lives, with nothing external.
     pub fn new(id: SandboxId, root: impl Into<PathBuf>, cgroup: impl Into<PathBuf>) -> Self {
-        Self {
-            id,
-            root: root.into(),
-            cgroup: cgroup.into(),
-            init: None,
-            external: Vec::new(),
-        }
+        Self { id, root: root.into(), cgroup: cgroup.into(), init: None, external: Vec::new() }
     }
 
     /// The same with a live process tree below `pid`.

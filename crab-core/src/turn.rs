@@ -19,11 +19,7 @@ impl Turn {
     /// A turn whose conversation is not known.
     #[must_use]
     pub fn new(sandbox: SandboxId, number: TurnNumber) -> Self {
-        Self {
-            sandbox,
-            number,
-            conversation: None,
-        }
+        Self { sandbox, number, conversation: None }
     }
 
     /// The same with the digest of its conversation.
