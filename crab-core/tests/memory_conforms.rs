@@ -1,5 +1,6 @@
 //! The in-memory world passes the suites that the real parts pass, and the suites notice a part that breaks a rule.
 #![cfg(feature = "conformance")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::future::Future;
 use std::sync::Arc;
