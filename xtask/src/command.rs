@@ -28,19 +28,13 @@ pub(crate) fn find(program: &str) -> Option<String> {
 /// Runs a command to its end and returns what it printed.
 pub(crate) fn output(command: &mut Command) -> Result<String, String> {
     let shown = shown(command);
-    let output = command
-        .output()
-        .map_err(|error| format!("cannot start `{shown}`: {error}"))?;
+    let output = command.output().map_err(|error| format!("cannot start `{shown}`: {error}"))?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
     let mut said = String::from_utf8_lossy(&output.stderr).into_owned();
     said.push_str(&String::from_utf8_lossy(&output.stdout));
-    Err(format!(
-        "`{shown}` failed ({}); its last lines:\n{}",
-        output.status,
-        tail(&said, 15)
-    ))
+    Err(format!("`{shown}` failed ({}); its last lines:\n{}", output.status, tail(&said, 15)))
 }
 
 /// Runs a command to its end, for its effect only.
@@ -49,10 +43,8 @@ pub(crate) fn run(command: &mut Command) -> Result<(), String> {
 }
 
 fn shown(command: &Command) -> String {
-    let words: Vec<_> = std::iter::once(command.get_program())
-        .chain(command.get_args())
-        .map(OsStr::to_string_lossy)
-        .collect();
+    let words: Vec<_> =
+        std::iter::once(command.get_program()).chain(command.get_args()).map(OsStr::to_string_lossy).collect();
     let line = words.join(" ");
     match line.char_indices().nth(160) {
         Some((cut, _)) => format!("{}...", &line[..cut]),
@@ -61,13 +53,6 @@ fn shown(command: &Command) -> String {
 }
 
 fn tail(text: &str, count: usize) -> String {
-    let lines: Vec<&str> = text
-        .lines()
-        .filter(|line| !line.trim().is_empty())
-        .collect();
-    lines[lines.len().saturating_sub(count)..]
-        .iter()
-        .map(|line| format!("    {line}"))
-        .collect::<Vec<_>>()
-        .join("\n")
+    let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    lines[lines.len().saturating_sub(count)..].iter().map(|line| format!("    {line}")).collect::<Vec<_>>().join("\n")
 }

@@ -20,16 +20,12 @@ pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
         .args(["--", "--show-output"])
         .args(harness_arguments)
         .stdout(Stdio::piped());
-    let mut child = command
-        .spawn()
-        .map_err(|error| format!("cannot start cargo: {error}"))?;
+    let mut child = command.spawn().map_err(|error| format!("cannot start cargo: {error}"))?;
     let mut skipped = Vec::new();
     if let Some(stdout) = child.stdout.take() {
         let mut reader = BufReader::new(stdout);
         let mut line = Vec::new();
-        while reader
-            .read_until(b'\n', &mut line)
-            .map_err(|error| format!("lost the output of cargo test: {error}"))?
+        while reader.read_until(b'\n', &mut line).map_err(|error| format!("lost the output of cargo test: {error}"))?
             > 0
         {
             let text = String::from_utf8_lossy(&line);
@@ -41,16 +37,11 @@ pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
             line.clear();
         }
     }
-    let status = child
-        .wait()
-        .map_err(|error| format!("lost cargo test: {error}"))?;
+    let status = child.wait().map_err(|error| format!("lost cargo test: {error}"))?;
     skipped.sort();
     skipped.dedup();
     // On standard error: the closing lines of standard output stay those of cargo test.
-    eprintln!(
-        "xtask: {} kinds of test skipped on this machine",
-        skipped.len()
-    );
+    eprintln!("xtask: {} kinds of test skipped on this machine", skipped.len());
     for what in &skipped {
         eprintln!("xtask:   skipped: {what}");
     }
@@ -60,19 +51,7 @@ pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
 /// `cargo xtask demo`: the demo, in release mode.
 pub(crate) fn demo(arguments: &[String]) -> Result<ExitCode, String> {
     ready()?;
-    pass_on(
-        cargo()
-            .args([
-                "run",
-                "--release",
-                "-p",
-                "crab-examples",
-                "--bin",
-                "demo",
-                "--",
-            ])
-            .args(arguments),
-    )
+    pass_on(cargo().args(["run", "--release", "-p", "crab-examples", "--bin", "demo", "--"]).args(arguments))
 }
 
 /// `cargo xtask bench NAME`: one benchmark of crab-benches.
@@ -81,16 +60,10 @@ pub(crate) fn bench(arguments: &[String]) -> Result<ExitCode, String> {
         return Err("name the benchmark: cargo xtask bench NAME [--json FILE]".to_owned());
     };
     if name.starts_with('-') {
-        return Err(format!(
-            "`{name}` is no benchmark's name: cargo xtask bench NAME [--json FILE]"
-        ));
+        return Err(format!("`{name}` is no benchmark's name: cargo xtask bench NAME [--json FILE]"));
     }
     ready()?;
-    pass_on(
-        cargo()
-            .args(["bench", "-p", "crab-benches", "--bench", name, "--"])
-            .args(rest),
-    )
+    pass_on(cargo().args(["bench", "-p", "crab-benches", "--bench", name, "--"]).args(rest))
 }
 
 fn ready() -> Result<(), String> {
@@ -108,10 +81,7 @@ fn cargo() -> Command {
 }
 
 fn pass_on(command: &mut Command) -> Result<ExitCode, String> {
-    command
-        .status()
-        .map(exit_code)
-        .map_err(|error| format!("cannot start cargo: {error}"))
+    command.status().map(exit_code).map_err(|error| format!("cannot start cargo: {error}"))
 }
 
 fn exit_code(status: ExitStatus) -> ExitCode {

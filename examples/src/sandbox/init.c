@@ -14,6 +14,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdint.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -126,6 +127,7 @@ static int run(const char *cwd, char **command)
 
 int main(int argc, char **argv)
 {
+	umask(022);
 	/* A launcher that is gone must not end the command that it started. */
 	signal(SIGPIPE, SIG_IGN);
 	if (argc == 1)

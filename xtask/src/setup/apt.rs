@@ -29,43 +29,26 @@ pub(super) fn mirror() -> Result<String, String> {
             return Ok(uri);
         }
     }
-    Err(
-        "no Debian archive in this system's apt sources: CRIU and the sandboxes' root come from \
+    Err("no Debian archive in this system's apt sources: CRIU and the sandboxes' root come from \
          one. Add a `deb` line for Debian's main archive to /etc/apt/sources.list"
-            .to_owned(),
-    )
+        .to_owned())
 }
 
 /// Debian's own suites; a line with another suite belongs to some other archive.
 fn is_debian_suite(suite: &str) -> bool {
-    const NAMES: &[&str] = &[
-        "bullseye",
-        "bookworm",
-        "trixie",
-        "forky",
-        "sid",
-        "stable",
-        "oldstable",
-        "testing",
-        "unstable",
-    ];
+    const NAMES: &[&str] =
+        &["bullseye", "bookworm", "trixie", "forky", "sid", "stable", "oldstable", "testing", "unstable"];
     NAMES.contains(&suite)
 }
 
 /// Whether a URI looks like Debian's main archive (security and third parties live elsewhere).
 fn is_main_archive(uri: &str, suites: &[&str], components: &[&str]) -> bool {
     let path = uri.trim_end_matches('/');
-    path.ends_with("/debian")
-        && suites.iter().copied().any(is_debian_suite)
-        && components.contains(&"main")
+    path.ends_with("/debian") && suites.iter().copied().any(is_debian_suite) && components.contains(&"main")
 }
 
 fn mirror_in_deb822(text: &str) -> Option<String> {
-    let text: String = text
-        .lines()
-        .filter(|line| !line.starts_with('#'))
-        .map(|line| format!("{line}\n"))
-        .collect();
+    let text: String = text.lines().filter(|line| !line.starts_with('#')).map(|line| format!("{line}\n")).collect();
     for stanza in text.split("\n\n") {
         let field = |name: &str| -> Vec<&str> {
             let mut words = Vec::new();
@@ -123,8 +106,7 @@ pub(super) fn transport_options() -> Vec<String> {
     dump.lines()
         .filter(|line| {
             let lower = line.to_ascii_lowercase();
-            (lower.starts_with("acquire::http::") || lower.starts_with("acquire::https::"))
-                && !lower.ends_with("\"\";")
+            (lower.starts_with("acquire::http::") || lower.starts_with("acquire::https::")) && !lower.ends_with("\"\";")
         })
         .map(str::to_owned)
         .collect()
@@ -141,14 +123,10 @@ impl PrivateApt {
     pub(super) fn new(directory: &Path, mirror: &str, suite: &str) -> Result<Self, String> {
         for part in ["state/lists/partial", "cache/archives/partial", "etc"] {
             let path = directory.join(part);
-            std::fs::create_dir_all(&path)
-                .map_err(|error| format!("cannot make {}: {error}", path.display()))?;
+            std::fs::create_dir_all(&path).map_err(|error| format!("cannot make {}: {error}", path.display()))?;
         }
         write(&directory.join("status"), "")?;
-        write(
-            &directory.join("etc/sources.list"),
-            &format!("deb [signed-by={KEYRING}] {mirror} {suite} main\n"),
-        )?;
+        write(&directory.join("etc/sources.list"), &format!("deb [signed-by={KEYRING}] {mirror} {suite} main\n"))?;
         let root = directory.display();
         let mut text = format!(
             "Dir::State \"{root}/state\";\n\
@@ -171,19 +149,13 @@ impl PrivateApt {
         }
         let config = directory.join("apt.conf");
         write(&config, &text)?;
-        Ok(Self {
-            config,
-            archives: directory.join("cache/archives"),
-        })
+        Ok(Self { config, archives: directory.join("cache/archives") })
     }
 
     /// Downloads a package with all that it depends on; returns the files.
     pub(super) fn download(&self, package: &str) -> Result<Vec<std::path::PathBuf>, String> {
         command::run(self.apt_get().args(["update", "-q"]))?;
-        command::run(
-            self.apt_get()
-                .args(["install", "-q", "-y", "--download-only", package]),
-        )?;
+        command::run(self.apt_get().args(["install", "-q", "-y", "--download-only", package]))?;
         let entries = std::fs::read_dir(&self.archives)
             .map_err(|error| format!("cannot read {}: {error}", self.archives.display()))?;
         let mut files: Vec<_> = entries
@@ -211,18 +183,14 @@ mod tests {
         let text = "Types: deb\nURIs: http://one.example/debian-security\nSuites: bookworm-security\n\
                     Components: main\n\nTypes: deb\n# a remark\nURIs: http://two.example/debian/\n\
                     Suites: bookworm bookworm-updates\nComponents: main contrib\n";
-        assert_eq!(
-            mirror_in_deb822(text).as_deref(),
-            Some("http://two.example/debian")
-        );
+        assert_eq!(mirror_in_deb822(text).as_deref(), Some("http://two.example/debian"));
     }
 
     #[test]
     fn a_disabled_or_foreign_stanza_is_no_mirror() {
         let off = "Types: deb\nEnabled: no\nURIs: http://one.example/debian\nSuites: bookworm\nComponents: main\n";
         assert_eq!(mirror_in_deb822(off), None);
-        let foreign =
-            "Types: deb\nURIs: http://one.example/debian\nSuites: nodistro\nComponents: main\n";
+        let foreign = "Types: deb\nURIs: http://one.example/debian\nSuites: nodistro\nComponents: main\n";
         assert_eq!(mirror_in_deb822(foreign), None);
     }
 
@@ -231,9 +199,6 @@ mod tests {
         let text = "# deb http://no.example/debian bookworm main\n\
                     deb http://packages.example/tool stable main\n\
                     deb [arch=amd64 signed-by=/k.gpg] http://two.example/debian bookworm main # yes\n";
-        assert_eq!(
-            mirror_in_list(text).as_deref(),
-            Some("http://two.example/debian")
-        );
+        assert_eq!(mirror_in_list(text).as_deref(), Some("http://two.example/debian"));
     }
 }

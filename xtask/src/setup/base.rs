@@ -86,44 +86,22 @@ fn build(home: &Home, root: &Path, report: &Report) -> Result<(), String> {
         command.arg(format!("--aptopt={}", option.trim_end_matches(';')));
     }
     command::run(command.arg(SUITE).arg(root).arg(apt::mirror()?)).map_err(|message| {
-        format!(
-            "{message}\nThe sandboxes' root needs the Debian mirror of this system's apt sources"
-        )
+        format!("{message}\nThe sandboxes' root needs the Debian mirror of this system's apt sources")
     })?;
     report.note("adding init, devices and mount points");
-    for file in [
-        "etc/apt/apt.conf.d/99mmdebstrap",
-        "etc/machine-id",
-        "var/lib/dbus/machine-id",
-    ] {
+    for file in ["etc/apt/apt.conf.d/99mmdebstrap", "etc/machine-id", "var/lib/dbus/machine-id"] {
         remove_file(&root.join(file))?;
     }
-    for directory in [
-        "proc",
-        "sys",
-        "dev/pts",
-        "dev/shm",
-        "run",
-        "tmp",
-        "root",
-        "workspace",
-    ] {
+    for directory in ["proc", "sys", "dev/pts", "dev/shm", "run", "tmp", "root", "workspace"] {
         let path = root.join(directory);
-        std::fs::create_dir_all(&path)
-            .map_err(|error| format!("cannot make {}: {error}", path.display()))?;
+        std::fs::create_dir_all(&path).map_err(|error| format!("cannot make {}: {error}", path.display()))?;
     }
     copy(&init, &root.join("sbin/crab-init"))?;
     remove_file(&init)?;
     make_devices(root)?;
     write(&root.join("etc/hostname"), "sandbox\n")?;
-    write(
-        &root.join("etc/hosts"),
-        "127.0.0.1 localhost sandbox\n::1 localhost\n",
-    )?;
-    write(
-        &root.join("etc/resolv.conf"),
-        "# a sandbox has no outside network\n",
-    )?;
+    write(&root.join("etc/hosts"), "127.0.0.1 localhost sandbox\n::1 localhost\n")?;
+    write(&root.join("etc/resolv.conf"), "# a sandbox has no outside network\n")?;
     // Settings that the first run of a tool would otherwise write for itself.
     write(
         &root.join("root/.gitconfig"),
@@ -146,12 +124,7 @@ fn make_devices(root: &Path) -> Result<(), String> {
     ] {
         let node = dev.join(name);
         remove_file(&node)?;
-        command::run(
-            command::system("mknod")
-                .args(["-m", "666"])
-                .arg(&node)
-                .args(["c", major, minor]),
-        )?;
+        command::run(command::system("mknod").args(["-m", "666"]).arg(&node).args(["c", major, minor]))?;
     }
     for (name, target) in [
         ("ptmx", "pts/ptmx"),
@@ -175,16 +148,7 @@ fn compile_init(home: &Home) -> Result<PathBuf, String> {
     write(&source, INIT_SOURCE)?;
     command::run(
         command::system("gcc")
-            .args([
-                "-std=gnu11",
-                "-O2",
-                "-Wall",
-                "-Wextra",
-                "-Werror",
-                "-static",
-                "-s",
-                "-o",
-            ])
+            .args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-static", "-s", "-o"])
             .arg(&binary)
             .arg(&source),
     )?;
@@ -194,20 +158,12 @@ fn compile_init(home: &Home) -> Result<PathBuf, String> {
 
 /// What the finished root is recognised by: all that goes into it, in one number.
 fn recipe() -> String {
-    let parts = [
-        SUITE,
-        &PACKAGES.join(" "),
-        &OFFLINE_PACKAGES.join(" "),
-        INIT_SOURCE,
-    ]
-    .join("\0");
+    let parts = [SUITE, &PACKAGES.join(" "), &OFFLINE_PACKAGES.join(" "), INIT_SOURCE].join("\0");
     format!("{RECIPE}-{:016x}", fnv1a(parts.as_bytes()))
 }
 
 fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
-    })
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 fn btrfs<const N: usize>(arguments: [&str; N]) -> std::process::Command {
@@ -227,13 +183,7 @@ fn rename_if_there(from: &Path, to: &Path) -> Result<(), String> {
     if !from.exists() {
         return Ok(());
     }
-    std::fs::rename(from, to).map_err(|error| {
-        format!(
-            "cannot rename {} to {}: {error}",
-            from.display(),
-            to.display()
-        )
-    })
+    std::fs::rename(from, to).map_err(|error| format!("cannot rename {} to {}: {error}", from.display(), to.display()))
 }
 
 fn remove_file(path: &Path) -> Result<(), String> {
@@ -246,11 +196,7 @@ fn remove_file(path: &Path) -> Result<(), String> {
 }
 
 fn copy(from: &Path, to: &Path) -> Result<(), String> {
-    std::fs::copy(from, to).map(drop).map_err(|error| {
-        format!(
-            "cannot copy {} to {}: {error}",
-            from.display(),
-            to.display()
-        )
-    })
+    std::fs::copy(from, to)
+        .map(drop)
+        .map_err(|error| format!("cannot copy {} to {}: {error}", from.display(), to.display()))
 }

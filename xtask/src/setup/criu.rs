@@ -21,17 +21,9 @@ pub(super) fn look(home: &Home) -> Result<Found, String> {
     let stamp = stamp.trim();
     // The stamp is written last; the binary is asked too, as somebody may have removed it.
     if !stamp.is_empty() && version(home.criu_binary().as_path()).is_ok_and(|now| now == stamp) {
-        return Ok(Found::Ready(format!(
-            "CRIU {stamp} at {}",
-            home.criu_binary().display()
-        )));
+        return Ok(Found::Ready(format!("CRIU {stamp} at {}", home.criu_binary().display())));
     }
-    Ok(Found::Absent(format!(
-        "CRIU {}.{} or newer in {}",
-        OLDEST.0,
-        OLDEST.1,
-        home.criu().display()
-    )))
+    Ok(Found::Absent(format!("CRIU {}.{} or newer in {}", OLDEST.0, OLDEST.1, home.criu().display())))
 }
 
 pub(super) fn make(home: &Home, report: &Report) -> Result<(), String> {
@@ -50,21 +42,12 @@ pub(super) fn make(home: &Home, report: &Report) -> Result<(), String> {
     let scratch = home.path().join("criu-download");
     remove_tree(&target)?;
     remove_tree(&scratch)?;
-    std::fs::create_dir_all(&target)
-        .map_err(|error| format!("cannot make {}: {error}", target.display()))?;
-    report.note(&format!(
-        "fetching CRIU from Debian {SUITE}, into a private root"
-    ));
-    let packages = apt::PrivateApt::new(&scratch, &mirror, SUITE)
-        .and_then(|apt| apt.download("criu"))
-        .map_err(advice)?;
+    std::fs::create_dir_all(&target).map_err(|error| format!("cannot make {}: {error}", target.display()))?;
+    report.note(&format!("fetching CRIU from Debian {SUITE}, into a private root"));
+    let packages =
+        apt::PrivateApt::new(&scratch, &mirror, SUITE).and_then(|apt| apt.download("criu")).map_err(advice)?;
     for package in &packages {
-        command::run(
-            command::system("dpkg-deb")
-                .arg("-x")
-                .arg(package)
-                .arg(&target),
-        )?;
+        command::run(command::system("dpkg-deb").arg("-x").arg(package).arg(&target))?;
     }
     remove_tree(&scratch)?;
     let binary = home.criu_binary();
@@ -80,15 +63,10 @@ pub(super) fn make(home: &Home, report: &Report) -> Result<(), String> {
     )?;
     let version = version(&binary)?;
     if number(&version).is_none_or(|found| found < OLDEST) {
-        return Err(advice(format!(
-            "Debian {SUITE} has CRIU {version}, which is too old"
-        )));
+        return Err(advice(format!("Debian {SUITE} has CRIU {version}, which is too old")));
     }
     write(&target.join(STAMP), &format!("{version}\n"))?;
-    report.note(&format!(
-        "CRIU {version}: {} packages unpacked",
-        packages.len()
-    ));
+    report.note(&format!("CRIU {version}: {} packages unpacked", packages.len()));
     Ok(())
 }
 

@@ -11,20 +11,14 @@ pub(super) fn require(report: &mut Report) {
     if root {
         report.present("root");
     } else {
-        report.missing(
-            "root",
-            "Namespaces, mounts and CRIU need it: run this with sudo.",
-        );
+        report.missing("root", "Namespaces, mounts and CRIU need it: run this with sudo.");
     }
 
     let arch = std::env::consts::ARCH;
     if arch == "x86_64" {
         report.present("architecture x86_64");
     } else {
-        report.missing(
-            &format!("a supported architecture (this is {arch})"),
-            "Only x86_64 is set up by this task.",
-        );
+        report.missing(&format!("a supported architecture (this is {arch})"), "Only x86_64 is set up by this task.");
     }
 
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
@@ -76,10 +70,7 @@ pub(super) fn make_bpffs(_: &Home, _: &Report) -> Result<(), String> {
 
 fn look_mount(kind: &str, target: &str) -> Found {
     let what = format!("{kind} at {target}");
-    if mounts()
-        .iter()
-        .any(|mount| mount.target == target && mount.kind == kind)
-    {
+    if mounts().iter().any(|mount| mount.target == target && mount.kind == kind) {
         Found::Ready(what)
     } else {
         Found::Absent(what)
@@ -114,11 +105,7 @@ fn parse_mount(line: &str) -> Option<Mount> {
     let target = left.next()?.replace("\\040", " ");
     let options = left.next()?.to_owned();
     let kind = right.split(' ').next()?.to_owned();
-    Some(Mount {
-        target,
-        kind,
-        options,
-    })
+    Some(Mount { target, kind, options })
 }
 
 fn cgroup2_mount() -> Option<String> {
@@ -140,10 +127,7 @@ fn status_field(name: &str) -> Option<String> {
 }
 
 fn kernel_version(release: &str) -> Option<(u32, u32)> {
-    let mut numbers = release
-        .trim()
-        .split(|c: char| !c.is_ascii_digit())
-        .map_while(|part| part.parse().ok());
+    let mut numbers = release.trim().split(|c: char| !c.is_ascii_digit()).map_while(|part| part.parse().ok());
     Some((numbers.next()?, numbers.next()?))
 }
 

@@ -86,10 +86,7 @@ enum Found {
     Absent(String),
 }
 
-type Step = (
-    fn(&Home) -> Result<Found, String>,
-    fn(&Home, &Report) -> Result<(), String>,
-);
+type Step = (fn(&Home) -> Result<Found, String>, fn(&Home, &Report) -> Result<(), String>);
 
 /// In order: each step may use what the ones before it made.
 const STEPS: &[Step] = &[
@@ -108,17 +105,11 @@ pub(crate) fn main(arguments: &[String]) -> Result<ExitCode, String> {
         match argument.as_str() {
             "--check" => check_only = true,
             other => {
-                return Err(format!(
-                    "setup knows no `{other}`. Usage: cargo xtask setup [--check]"
-                ));
+                return Err(format!("setup knows no `{other}`. Usage: cargo xtask setup [--check]"));
             }
         }
     }
-    if check_only {
-        check()
-    } else {
-        install().map(|()| ExitCode::SUCCESS)
-    }
+    if check_only { check() } else { install().map(|()| ExitCode::SUCCESS) }
 }
 
 /// Makes whatever is missing.
@@ -138,9 +129,7 @@ pub(crate) fn install() -> Result<(), String> {
                 report.doing(&what);
                 make(&home, &report)?;
                 if let Found::Absent(what) = look(&home)? {
-                    return Err(format!(
-                        "{what}: made, but still not found; run setup again"
-                    ));
+                    return Err(format!("{what}: made, but still not found; run setup again"));
                 }
             }
         }
@@ -171,12 +160,10 @@ fn check() -> Result<ExitCode, String> {
 /// One setup at a time: the lock goes with the process, so a killed run blocks nobody.
 fn lock(home: &Home) -> Result<std::fs::File, String> {
     let path = home.path().join("setup.lock");
-    let file = std::fs::File::create(&path)
-        .map_err(|error| format!("cannot create {}: {error}", path.display()))?;
+    let file = std::fs::File::create(&path).map_err(|error| format!("cannot create {}: {error}", path.display()))?;
     if file.try_lock().is_err() {
         println!("setup: another setup is running; waiting for it");
-        file.lock()
-            .map_err(|error| format!("cannot lock {}: {error}", path.display()))?;
+        file.lock().map_err(|error| format!("cannot lock {}: {error}", path.display()))?;
     }
     Ok(file)
 }
@@ -185,10 +172,7 @@ fn lock(home: &Home) -> Result<std::fs::File, String> {
 fn make_private_directory(path: &Path) -> Result<(), String> {
     use std::os::unix::fs::PermissionsExt;
     let failed = |error: std::io::Error| {
-        format!(
-            "cannot make {}: {error}. Point CRAB_HOME at a place that root can write",
-            path.display()
-        )
+        format!("cannot make {}: {error}. Point CRAB_HOME at a place that root can write", path.display())
     };
     std::fs::create_dir_all(path).map_err(failed)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o700)).map_err(failed)

@@ -20,11 +20,8 @@ const KEYRING: (&str, &str) = (super::apt::KEYRING, "debian-archive-keyring");
 const LIBC: (&str, &str) = ("/usr/lib/x86_64-linux-gnu/libc.a", "libc6-dev");
 
 fn absent() -> Vec<&'static str> {
-    let mut absent: Vec<&str> = TOOLS
-        .iter()
-        .filter(|(tool, _)| command::find(tool).is_none())
-        .map(|(_, package)| *package)
-        .collect();
+    let mut absent: Vec<&str> =
+        TOOLS.iter().filter(|(tool, _)| command::find(tool).is_none()).map(|(_, package)| *package).collect();
     for (file, package) in [KEYRING, LIBC] {
         if !std::path::Path::new(file).exists() {
             absent.push(package);
@@ -50,25 +47,13 @@ pub(super) fn make(_: &Home, report: &Report) -> Result<(), String> {
             absent.join(", ")
         ));
     }
-    let advice = |message: String| {
-        format!(
-            "{message}\nInstall {} by hand, then run setup again",
-            absent.join(", ")
-        )
-    };
+    let advice = |message: String| format!("{message}\nInstall {} by hand, then run setup again", absent.join(", "));
     report.note("reading the package lists (apt-get update)");
     command::run(command::system("apt-get").args(["update", "-q"])).map_err(advice)?;
     // --no-upgrade and --no-remove: what the host has stays as it is.
     command::run(
         command::system("apt-get")
-            .args([
-                "install",
-                "-q",
-                "-y",
-                "--no-install-recommends",
-                "--no-upgrade",
-                "--no-remove",
-            ])
+            .args(["install", "-q", "-y", "--no-install-recommends", "--no-upgrade", "--no-remove"])
             .args(&absent),
     )
     .map_err(advice)

@@ -14,10 +14,7 @@ const SPARE: u64 = 2 * GIB;
 pub(super) fn look(home: &Home) -> Result<Found, String> {
     let what = format!("btrfs pool at {}", home.pool().display());
     let target = home.pool().display().to_string();
-    let mount = host::mounts()
-        .into_iter()
-        .rev()
-        .find(|mount| mount.target == target);
+    let mount = host::mounts().into_iter().rev().find(|mount| mount.target == target);
     match mount {
         Some(mount) if mount.kind == "btrfs" => Ok(Found::Ready(what)),
         Some(mount) => Err(format!(
@@ -34,19 +31,14 @@ pub(super) fn make(home: &Home, report: &Report) -> Result<(), String> {
         make_image(home, report)?;
     }
     make_private_directory(&home.pool())?;
-    command::run(
-        command::system("mount")
-            .args(["-t", "btrfs", "-o", "loop,noatime"])
-            .arg(&image)
-            .arg(home.pool()),
-    )
-    .map_err(|message| {
-        format!(
-            "{message}\nThe pool needs a free loop device and a whole {}. If the file is damaged \
+    command::run(command::system("mount").args(["-t", "btrfs", "-o", "loop,noatime"]).arg(&image).arg(home.pool()))
+        .map_err(|message| {
+            format!(
+                "{message}\nThe pool needs a free loop device and a whole {}. If the file is damaged \
              and nothing in it matters, remove it and run setup again",
-            image.display()
-        )
-    })?;
+                image.display()
+            )
+        })?;
     make_private_directory(&home.pool())
 }
 
@@ -82,16 +74,7 @@ fn make_image(home: &Home, report: &Report) -> Result<(), String> {
     // One copy of metadata: the file's own disk is no safer with two.
     command::run(
         command::system("mkfs.btrfs")
-            .args([
-                "-q",
-                "-f",
-                "-L",
-                "crab-pool",
-                "-m",
-                "single",
-                "-d",
-                "single",
-            ])
+            .args(["-q", "-f", "-L", "crab-pool", "-m", "single", "-d", "single"])
             .arg(&temporary),
     )?;
     file.sync_all().map_err(failed)?;
@@ -99,11 +82,7 @@ fn make_image(home: &Home, report: &Report) -> Result<(), String> {
 }
 
 fn free_bytes(home: &Home) -> Result<u64, String> {
-    let text = command::output(
-        command::system("df")
-            .args(["--output=avail", "-B1"])
-            .arg(home.path()),
-    )?;
+    let text = command::output(command::system("df").args(["--output=avail", "-B1"]).arg(home.path()))?;
     text.lines()
         .nth(1)
         .and_then(|line| line.trim().parse().ok())

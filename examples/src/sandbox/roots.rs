@@ -1,0 +1,98 @@
+//! Root filesystems for sandboxes: snapshots of the base that `cargo xtask setup` makes.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crab_core::{Error, ErrorKind, Result};
+
+/// Where `cargo xtask setup` put things: `CRAB_HOME`, or `/var/lib/crab`.
+#[must_use]
+pub fn home() -> PathBuf {
+    match std::env::var_os("CRAB_HOME") {
+        Some(path) if !path.is_empty() => path.into(),
+        _ => "/var/lib/crab".into(),
+    }
+}
+
+/// The CRIU that `cargo xtask setup` installed.
+#[must_use]
+pub fn criu_binary() -> PathBuf {
+    home().join("criu/usr/sbin/criu")
+}
+
+/// Makes a writable root filesystem at `path`, which must lie in the pool and not exist yet.
+///
+/// # Errors
+/// Where setup has not run, or the path is taken.
+pub fn snapshot_root(path: &Path) -> Result<()> {
+    let base = home().join("pool/base");
+    if !base.join("sbin/crab-init").exists() {
+        return Err(Error::new(ErrorKind::Unsupported, format!("{} is no root for sandboxes", base.display()))
+            .fix("run `cargo xtask setup`"));
+    }
+    if path.exists() {
+        return Err(Error::new(ErrorKind::AlreadyExists, format!("{} exists", path.display()))
+            .fix("delete that root first, or take another path"));
+    }
+    btrfs(&["subvolume", "snapshot"], &[&base, path])
+}
+
+/// Deletes a root filesystem with the subvolumes inside it. One that is not there is no error.
+///
+/// # Errors
+/// Where something in it is in use.
+pub fn delete_root(path: &Path) -> Result<()> {
+    if !path.exists() {
+        return Ok(());
+    }
+    btrfs(&["subvolume", "delete"], &[path])
+}
+
+/// A root filesystem that goes when this value goes.
+#[derive(Debug)]
+pub struct ScratchRoot(PathBuf);
+
+impl ScratchRoot {
+    /// A fresh writable root in the pool. The name and this process's id make its path, so that runs do not collide.
+    ///
+    /// # Errors
+    /// As [`snapshot_root`].
+    pub fn new(name: &str) -> Result<Self> {
+        let directory = home().join("pool/scratch");
+        std::fs::create_dir_all(&directory).map_err(|e| Error::io(format!("make {}", directory.display()), e))?;
+        let path = directory.join(format!("{name}-{}", std::process::id()));
+        // What a killed run with the same process id left behind.
+        delete_root(&path)?;
+        snapshot_root(&path)?;
+        Ok(Self(path))
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for ScratchRoot {
+    fn drop(&mut self) {
+        if let Err(error) = delete_root(&self.0) {
+            eprintln!("left behind: {error}");
+        }
+    }
+}
+
+fn btrfs(words: &[&str], paths: &[&Path]) -> Result<()> {
+    let output = Command::new("btrfs")
+        .args(words)
+        .args(paths)
+        .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|e| Error::io("run btrfs", e).fix("run `cargo xtask setup`"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(Error::new(ErrorKind::Io, format!("btrfs {} failed: {}", words.join(" "), said.trim())))
+}
