@@ -244,10 +244,11 @@ while True:
     peer.close()
 "#;
 
+/// No WAL: CRIU (4.2) loses a POSIX lock on a file that its owner also maps, as SQLite does with the WAL's index. A
+/// second process that opens the database then believes to be alone and cuts the index off under the first one.
 const WRITER: &str = r#"
 import sqlite3, time
 db = sqlite3.connect("/root/db")
-db.execute("pragma journal_mode=wal")
 db.execute("create table t(n integer primary key)")
 while True:
     with db:
@@ -317,7 +318,7 @@ async fn criu_dumps_it_running_and_restores_it_after_a_kill() {
     assert_eq!(run(&sandbox, "cat /tmp/file"), "in memory");
     let now = rows(&sandbox);
     eventually("the writer writes on", || (rows(&sandbox) > now).then_some(()));
-    assert_eq!(run(&sandbox, "sqlite3 /root/db 'pragma integrity_check'"), "ok");
+    assert_eq!(run(&sandbox, "sqlite3 -cmd '.timeout 20000' /root/db 'pragma integrity_check'"), "ok");
     // And once more from the restored processes.
     sandbox.kill().unwrap();
     assert_eq!(sandbox.condition().unwrap(), Condition::Stopped);

@@ -221,10 +221,8 @@ impl Running {
             }
             match Record::read(&self.report) {
                 Ok(Some(Record::Started(pid))) => supervisor = Some(pid),
-                Ok(Some(Record::Exited(code))) => {
-                    collected.code = Some(code);
-                    break;
-                }
+                // The supervisor ends right after it; the next read finds that, so that nothing of it is left behind.
+                Ok(Some(Record::Exited(code))) => collected.code = Some(code),
                 Ok(Some(Record::Failed(errno))) => {
                     return Err(Error::io("run the command in the sandbox", std::io::Error::from_raw_os_error(errno)));
                 }
