@@ -1,12 +1,15 @@
 //! The examples' sandbox, on the real kernel: it needs root and what `cargo xtask setup` makes.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
+
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crab_core::conformance::HostFixture;
 use crab_core::{Condition, ErrorKind, External, SandboxHost, SandboxId};
 use crab_examples::sandbox::{
     Config, ExampleHost, ExecOptions, Sandbox, ScratchRoot, criu_binary, delete_root, home, sweep,
@@ -322,6 +325,52 @@ async fn criu_dumps_it_running_and_restores_it_after_a_kill() {
     // And once more from the restored processes.
     sandbox.kill().unwrap();
     assert_eq!(sandbox.condition().unwrap(), Condition::Stopped);
+}
+
+/// The host under the suite that every host passes; it keeps the roots until the sandboxes on them are gone.
+struct Hosted {
+    host: Arc<ExampleHost>,
+    roots: Mutex<Vec<ScratchRoot>>,
+}
+
+#[async_trait::async_trait]
+impl HostFixture for Hosted {
+    fn host(&self) -> Arc<dyn SandboxHost> {
+        self.host.clone()
+    }
+
+    async fn sandbox(&self) -> SandboxId {
+        let mut roots = self.roots.lock().unwrap();
+        let name = format!("suite-{}", roots.len());
+        let root = ScratchRoot::new(&name).unwrap();
+        self.host.launch(Config::new(id(&name), root.path())).unwrap();
+        roots.push(root);
+        id(&name)
+    }
+}
+
+#[tokio::test]
+async fn the_host_passes_the_suite_of_hosts() {
+    if lacking() {
+        return;
+    }
+    let hosted = Hosted { host: Arc::default(), roots: Mutex::default() };
+    crab_core::conformance::host(&hosted).await;
+}
+
+#[test]
+fn a_prepared_sandbox_is_stopped_until_it_is_started() {
+    if lacking() {
+        return;
+    }
+    let root = ScratchRoot::new("prepared").unwrap();
+    let sandbox = Sandbox::prepare(Config::new(id("prepared"), root.path())).unwrap();
+    assert_eq!(sandbox.condition().unwrap(), Condition::Stopped);
+    assert_eq!(sandbox.exec("true").unwrap_err().kind(), ErrorKind::NotFound);
+    sandbox.relaunch().unwrap();
+    run(&sandbox, "true");
+    let second = Sandbox::launch(Config::new(id("prepared"), root.path()));
+    assert_eq!(second.unwrap_err().kind(), ErrorKind::AlreadyExists);
 }
 
 trait AwaitNow<T> {

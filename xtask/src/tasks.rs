@@ -8,20 +8,25 @@ use crate::setup;
 /// `cargo xtask test`: setup, the whole workspace's tests, and a list of what they skipped.
 pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
     ready()?;
-    // Without --nocapture, cargo would swallow the `skipped:` lines of tests that pass.
+    // Without --show-output, the harness would swallow the `skipped:` lines of tests that pass.
     let (cargo_arguments, harness_arguments) = match arguments.iter().position(|a| a == "--") {
         Some(at) => (&arguments[..at], &arguments[at + 1..]),
         None => (arguments, &[][..]),
     };
+    let names_packages = cargo_arguments.iter().any(|a| a.starts_with("-p") || a.starts_with("--package"));
     let mut command = cargo();
     command
-        .args(["test", "--workspace", "--no-fail-fast"])
+        .args(["test", "--no-fail-fast"])
+        // cargo would take the whole workspace besides the packages that the user names.
+        .args((!names_packages).then_some("--workspace"))
         .args(cargo_arguments)
         .args(["--", "--show-output"])
         .args(harness_arguments)
         .stdout(Stdio::piped());
     let mut child = command.spawn().map_err(|error| format!("cannot start cargo: {error}"))?;
     let mut skipped = Vec::new();
+    // The last `test result:` line, kept back so that it closes the run.
+    let mut closing: Option<String> = None;
     if let Some(stdout) = child.stdout.take() {
         let mut reader = BufReader::new(stdout);
         let mut line = Vec::new();
@@ -33,17 +38,30 @@ pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
             if let Some(what) = text.trim_start().strip_prefix("skipped: ") {
                 skipped.push(what.to_owned());
             }
-            println!("{text}");
+            if text.starts_with("test result:") {
+                if let Some(earlier) = closing.replace(text.to_owned()) {
+                    println!("{earlier}");
+                }
+            } else {
+                if !text.is_empty()
+                    && let Some(earlier) = closing.take()
+                {
+                    println!("{earlier}");
+                }
+                println!("{text}");
+            }
             line.clear();
         }
     }
     let status = child.wait().map_err(|error| format!("lost cargo test: {error}"))?;
     skipped.sort();
     skipped.dedup();
-    // On standard error: the closing lines of standard output stay those of cargo test.
-    eprintln!("xtask: {} kinds of test skipped on this machine", skipped.len());
+    println!("xtask: {} kinds of test skipped on this machine", skipped.len());
     for what in &skipped {
-        eprintln!("xtask:   skipped: {what}");
+        println!("xtask:   skipped: {what}");
+    }
+    if let Some(last) = closing {
+        println!("\n{last}\n");
     }
     Ok(exit_code(status))
 }

@@ -30,6 +30,14 @@ impl ExampleHost {
         Ok(self.keep(Sandbox::launch(config)?))
     }
 
+    /// Makes a sandbox in which nothing lives yet, and keeps it: what a version of another one is restored into.
+    ///
+    /// # Errors
+    /// As [`Sandbox::prepare`].
+    pub fn prepare(&self, config: Config) -> Result<Arc<Sandbox>> {
+        Ok(self.keep(Sandbox::prepare(config)?))
+    }
+
     /// Keeps a sandbox that was launched or attached elsewhere.
     pub fn keep(&self, sandbox: Sandbox) -> Arc<Sandbox> {
         let sandbox = Arc::new(sandbox);

@@ -68,6 +68,21 @@ impl Sandbox {
     /// # Errors
     /// [`ErrorKind::AlreadyExists`] where one of this name lives; nothing is left behind.
     pub fn launch(config: Config) -> Result<Self> {
+        let detached = config.detached;
+        let mut sandbox = Self::prepare(config)?;
+        // A failed start clears all away when the value drops.
+        sandbox.destroy_on_drop = true;
+        sandbox.start()?;
+        sandbox.destroy_on_drop = !detached;
+        Ok(sandbox)
+    }
+
+    /// Makes a sandbox in which nothing lives yet: what a version of another one is restored into. Its root need not
+    /// exist.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    pub fn prepare(config: Config) -> Result<Self> {
         if let Ok(old) = State::load(&config.id) {
             if old.live_init().is_some() {
                 return Err(Error::new(ErrorKind::AlreadyExists, format!("a sandbox {} lives already", old.id))
@@ -93,11 +108,13 @@ impl Sandbox {
             owner,
             id: config.id,
         };
-        // From here on, dropping the value clears all away.
         let mut sandbox = Self::from_state(state)?;
-        sandbox.destroy_on_drop = true;
-        sandbox.start()?;
         sandbox.destroy_on_drop = !config.detached;
+        let saved = sandbox.state.lock().save();
+        if let Err(error) = saved {
+            sandbox.destroy_on_drop = true;
+            return Err(error);
+        }
         Ok(sandbox)
     }
 

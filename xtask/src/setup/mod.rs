@@ -22,7 +22,8 @@ impl Home {
     /// `CRAB_HOME`, or `/var/lib/crab`.
     pub(crate) fn from_environment() -> Self {
         match std::env::var_os("CRAB_HOME") {
-            Some(path) if !path.is_empty() => Self(path.into()),
+            // Absolute: the paths end up in binaries and in other programs' environments.
+            Some(path) if !path.is_empty() => Self(std::path::absolute(&path).unwrap_or_else(|_| path.into())),
             _ => Self("/var/lib/crab".into()),
         }
     }
