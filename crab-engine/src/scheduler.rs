@@ -1,0 +1,393 @@
+//! Which job runs next. Pure: no clock, no I/O, no runtime.
+//!
+//! A *job* makes one version of one sandbox and serves one or more requests. It passes through *lanes*, each with so
+//! many workers: it is captured in [`Lane::Process`] or [`Lane::Filesystem`], then persisted in [`Lane::Persist`].
+//! A job is *urgent* once somebody waits for it at a gate.
+//!
+//! What holds, each with a property test:
+//!
+//! - **Order.** A sandbox has at most one job that has begun, and at most one more that has not. Requests that arrive
+//!   before a job begins share it; later ones share the next.
+//! - **Urgent first, nobody starves.** Urgent jobs start in the order in which they became urgent. But after
+//!   [`Limits::urgent_burst`] starts in a row that passed an older job, the oldest job of the lane starts. So a job
+//!   with `p` older ones in its lane starts after at most `(urgent_burst + 1) * (p + 1)` starts of that lane.
+//! - **Promotion never delays the promoted.** A promoted job keeps its place among all jobs and gets a second one
+//!   among the urgent; it starts at whichever comes first. A job that blocks an urgent one of its sandbox is promoted
+//!   with it.
+//! - **Nothing is lost.** Every request that was accepted is in exactly one job until that job is finished or
+//!   cancelled, and no lane idles while a job waits in it.
+//! - **Bounded.** At most [`Limits::waiting`] requests wait; the next is refused.
+//!
+//! Every call takes time logarithmic in the number of jobs.
+
+use std::collections::BTreeMap;
+
+/// How much runs at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Captures that involve processes, at once. More than the core count lengthens every freeze.
+    pub process: usize,
+    /// Captures of files alone, at once.
+    pub filesystem: usize,
+    /// Captures that are being made durable, at once.
+    pub persist: usize,
+    /// How many urgent jobs may pass an older one in a row.
+    pub urgent_burst: u32,
+    /// How many requests may wait, over all sandboxes.
+    pub waiting: usize,
+}
+
+impl Default for Limits {
+    /// One process capture per core, four times as many of files and persists, 4096 waiting requests.
+    fn default() -> Self {
+        let cores = std::thread::available_parallelism().map_or(2, usize::from);
+        Self { process: cores, filesystem: 4 * cores, persist: 4 * cores, urgent_burst: 4, waiting: 4096 }
+    }
+}
+
+/// A resource with so many workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Lane {
+    /// Captures of files alone.
+    Filesystem,
+    /// Captures that involve processes.
+    Process,
+    /// Making a capture durable.
+    Persist,
+}
+
+/// Names a job, in the order in which jobs were made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct JobId(u64);
+
+/// A request was accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Submitted {
+    /// The job that serves it.
+    pub job: JobId,
+    /// Whether the job was there already.
+    pub shared: bool,
+}
+
+/// Too many requests wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueFull;
+
+/// A job starts in a lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Start {
+    /// Which job.
+    pub job: JobId,
+    /// Where.
+    pub lane: Lane,
+    /// Whether it begins with this: no further request shares it.
+    pub begins: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Waits for the job of its sandbox that has begun.
+    Parked,
+    Queued,
+    Running,
+}
+
+#[derive(Debug)]
+struct Job<S> {
+    sandbox: S,
+    lane: Lane,
+    /// Its place among all jobs of the lane: smaller is older.
+    age: u64,
+    /// Its place among the urgent ones, where it is urgent.
+    urgent: Option<u64>,
+    state: State,
+    begun: bool,
+    requests: usize,
+}
+
+#[derive(Debug, Default)]
+struct LaneQueue {
+    by_age: BTreeMap<u64, JobId>,
+    by_urgency: BTreeMap<u64, JobId>,
+    running: usize,
+    /// Starts in a row that passed an older job.
+    passed: u32,
+}
+
+impl LaneQueue {
+    fn choose(&self, burst: u32) -> Option<JobId> {
+        let oldest = self.by_age.first_key_value()?.1;
+        match self.by_urgency.first_key_value() {
+            Some((_, urgent)) if self.passed < burst => Some(*urgent),
+            _ => Some(*oldest),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Pair {
+    begun: Option<JobId>,
+    open: Option<JobId>,
+}
+
+/// The scheduler. `S` names sandboxes.
+#[derive(Debug)]
+pub struct Scheduler<S> {
+    limits: Limits,
+    next: u64,
+    lanes: [LaneQueue; 3],
+    jobs: BTreeMap<JobId, Job<S>>,
+    sandboxes: BTreeMap<S, Pair>,
+    waiting: usize,
+}
+
+impl<S: Ord + Clone> Scheduler<S> {
+    /// An idle scheduler. Limits of 0 workers are taken as 1.
+    #[must_use]
+    pub fn new(mut limits: Limits) -> Self {
+        for limit in [&mut limits.process, &mut limits.filesystem, &mut limits.persist] {
+            *limit = (*limit).max(1);
+        }
+        Self {
+            limits,
+            next: 0,
+            lanes: Default::default(),
+            jobs: BTreeMap::new(),
+            sandboxes: BTreeMap::new(),
+            waiting: 0,
+        }
+    }
+
+    /// Takes a request. It shares the sandbox's job that has not begun, where there is one; that job then captures at
+    /// least what both need.
+    ///
+    /// # Errors
+    /// [`QueueFull`] where too many requests wait; nothing has changed.
+    pub fn submit(&mut self, sandbox: &S, lane: Lane, urgent: bool) -> Result<Submitted, QueueFull> {
+        if self.waiting >= self.limits.waiting {
+            return Err(QueueFull);
+        }
+        self.waiting += 1;
+        let pair = self.sandboxes.entry(sandbox.clone()).or_default();
+        let (job, shared) = match pair.open {
+            Some(job) => (job, true),
+            None => {
+                let age = self.next;
+                self.next += 1;
+                let job = JobId(age);
+                pair.open = Some(job);
+                let state = if pair.begun.is_some() { State::Parked } else { State::Queued };
+                let made = Job { sandbox: sandbox.clone(), lane, age, urgent: None, state, begun: false, requests: 0 };
+                self.jobs.insert(job, made);
+                if state == State::Queued {
+                    self.enqueue(job);
+                }
+                (job, false)
+            }
+        };
+        if let Some(entry) = self.jobs.get_mut(&job) {
+            entry.requests += 1;
+            // A capture with processes serves a request for files alone; not the other way round.
+            if entry.lane == Lane::Filesystem && lane == Lane::Process {
+                let queued = entry.state == State::Queued;
+                if queued {
+                    self.dequeue(job);
+                }
+                if let Some(entry) = self.jobs.get_mut(&job) {
+                    entry.lane = Lane::Process;
+                }
+                if queued {
+                    self.enqueue(job);
+                }
+            }
+        }
+        if urgent {
+            self.promote(job);
+        }
+        Ok(Submitted { job, shared })
+    }
+
+    /// Somebody waits for this job now. Does nothing where the job is urgent or gone.
+    ///
+    /// The sandbox's job that has begun, where this one waits for it, becomes urgent too.
+    pub fn promote(&mut self, job: JobId) {
+        let Some(entry) = self.jobs.get(&job) else { return };
+        let blocker = match self.sandboxes.get(&entry.sandbox) {
+            Some(pair) if pair.open == Some(job) => pair.begun,
+            _ => None,
+        };
+        for job in blocker.into_iter().chain([job]) {
+            let place = self.next;
+            if let Some(entry) = self.jobs.get_mut(&job)
+                && entry.urgent.is_none()
+            {
+                self.next += 1;
+                entry.urgent = Some(place);
+                if entry.state == State::Queued {
+                    self.lane(job).by_urgency.insert(place, job);
+                }
+            }
+        }
+    }
+
+    /// The next job to start, where a worker is free. Call until it returns `None`.
+    pub fn start(&mut self) -> Option<Start> {
+        // What is nearest to its end goes first, so that captures do not pile up in front of the disk.
+        for lane in [Lane::Persist, Lane::Process, Lane::Filesystem] {
+            let limit = self.limit(lane);
+            let burst = self.limits.urgent_burst;
+            let queue = &self.lanes[lane as usize];
+            if queue.running >= limit {
+                continue;
+            }
+            let Some(job) = queue.choose(burst) else { continue };
+            let oldest = queue.by_age.first_key_value().map(|(_, oldest)| *oldest);
+            self.dequeue(job);
+            let queue = &mut self.lanes[lane as usize];
+            queue.running += 1;
+            queue.passed = if oldest == Some(job) { 0 } else { queue.passed.saturating_add(1) };
+            let Some(entry) = self.jobs.get_mut(&job) else { continue };
+            entry.state = State::Running;
+            let begins = !entry.begun;
+            entry.begun = true;
+            if begins {
+                self.waiting -= entry.requests;
+                let pair = self.sandboxes.entry(entry.sandbox.clone()).or_default();
+                pair.open = None;
+                pair.begun = Some(job);
+            }
+            return Some(Start { job, lane, begins });
+        }
+        None
+    }
+
+    /// A job that runs leaves its lane and waits for a worker of another one. With `urgent` it is promoted.
+    ///
+    /// Used when a capture is to be persisted, when a capture of files turns out to need processes too, and when a
+    /// failed capture is tried again. It keeps its age, and no further request shares it.
+    pub fn advance(&mut self, job: JobId, lane: Lane, urgent: bool) {
+        let Some(entry) = self.jobs.get_mut(&job) else { return };
+        if entry.state != State::Running {
+            return;
+        }
+        let left = entry.lane;
+        entry.lane = lane;
+        entry.state = State::Queued;
+        self.lanes[left as usize].running -= 1;
+        self.enqueue(job);
+        if urgent {
+            self.promote(job);
+        }
+    }
+
+    /// A job has ended, well or badly. The sandbox's next job may now start.
+    pub fn finish(&mut self, job: JobId) {
+        let Some(entry) = self.jobs.get(&job) else { return };
+        match entry.state {
+            State::Running => self.lanes[entry.lane as usize].running -= 1,
+            State::Queued => self.dequeue(job),
+            State::Parked => {}
+        }
+        let Some(entry) = self.jobs.remove(&job) else { return };
+        if !entry.begun {
+            self.waiting -= entry.requests;
+        }
+        let Some(pair) = self.sandboxes.get_mut(&entry.sandbox) else { return };
+        if pair.open == Some(job) {
+            pair.open = None;
+        }
+        if pair.begun == Some(job) {
+            pair.begun = None;
+        }
+        match (pair.begun, pair.open) {
+            (None, None) => {
+                self.sandboxes.remove(&entry.sandbox);
+            }
+            (None, Some(open)) => {
+                if let Some(next) = self.jobs.get_mut(&open)
+                    && next.state == State::Parked
+                {
+                    next.state = State::Queued;
+                    self.enqueue(open);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Cancels the sandbox's job that has not begun, and names it. One that has begun goes on.
+    pub fn cancel(&mut self, sandbox: &S) -> Option<JobId> {
+        let job = self.sandboxes.get(sandbox)?.open?;
+        self.finish(job);
+        Some(job)
+    }
+
+    /// The sandbox's job that has begun, where there is one.
+    #[must_use]
+    pub fn begun(&self, sandbox: &S) -> Option<JobId> {
+        self.sandboxes.get(sandbox)?.begun
+    }
+
+    /// Whether somebody waits for this job.
+    #[must_use]
+    pub fn is_urgent(&self, job: JobId) -> bool {
+        self.jobs.get(&job).is_some_and(|entry| entry.urgent.is_some())
+    }
+
+    /// How many jobs wait in a lane, urgent ones included, and how many of them are urgent.
+    #[must_use]
+    pub fn depth(&self, lane: Lane) -> (usize, usize) {
+        let queue = &self.lanes[lane as usize];
+        (queue.by_age.len(), queue.by_urgency.len())
+    }
+
+    /// How many requests wait for their job to begin.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    /// Whether there is no job.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    fn limit(&self, lane: Lane) -> usize {
+        match lane {
+            Lane::Filesystem => self.limits.filesystem,
+            Lane::Process => self.limits.process,
+            Lane::Persist => self.limits.persist,
+        }
+    }
+
+    fn lane(&mut self, job: JobId) -> &mut LaneQueue {
+        let lane = self.jobs.get(&job).map_or(Lane::Filesystem, |entry| entry.lane);
+        &mut self.lanes[lane as usize]
+    }
+
+    fn enqueue(&mut self, job: JobId) {
+        if let Some(Job { age, urgent, .. }) = self.jobs.get(&job) {
+            let (age, urgent) = (*age, *urgent);
+            let queue = self.lane(job);
+            queue.by_age.insert(age, job);
+            if let Some(place) = urgent {
+                queue.by_urgency.insert(place, job);
+            }
+        }
+    }
+
+    fn dequeue(&mut self, job: JobId) {
+        if let Some(Job { age, urgent, .. }) = self.jobs.get(&job) {
+            let (age, urgent) = (*age, *urgent);
+            let queue = self.lane(job);
+            queue.by_age.remove(&age);
+            if let Some(place) = urgent {
+                queue.by_urgency.remove(&place);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,105 @@
+//! What stands in `sandbox.json` and `operations/OP.json`.
+
+use crab_core::{ArtifactId, OperationId, SandboxId, TurnNumber, VersionId};
+use serde::{Deserialize, Serialize};
+
+use crate::report::{PassedOver, RestoreReport};
+
+/// What is known of a sandbox besides its versions.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct SandboxRecord {
+    /// The highest version number that was given to a version that is gone.
+    pub(crate) highest: VersionId,
+    /// The last restore that put files in place.
+    pub(crate) restored: Option<Restored>,
+    pub(crate) forked_from: Option<ForkedFrom>,
+}
+
+impl Default for SandboxRecord {
+    fn default() -> Self {
+        Self { highest: VersionId(0), restored: None, forked_from: None }
+    }
+}
+
+impl SandboxRecord {
+    pub(super) fn for_file(&self, id: &SandboxId) -> SandboxFile {
+        SandboxFile {
+            sandbox: id.clone(),
+            highest: self.highest,
+            restored: self.restored.clone(),
+            forked_from: self.forked_from.clone(),
+        }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct SandboxFile {
+    pub(super) sandbox: SandboxId,
+    highest: VersionId,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    restored: Option<Restored>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    forked_from: Option<ForkedFrom>,
+}
+
+impl From<SandboxFile> for SandboxRecord {
+    fn from(file: SandboxFile) -> Self {
+        Self { highest: file.highest, restored: file.restored, forked_from: file.forked_from }
+    }
+}
+
+/// A restore put this version's files in place. It is the standing version until one is made with a number of at
+/// least `floor`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Restored {
+    pub(crate) version: VersionId,
+    pub(crate) floor: VersionId,
+    pub(crate) operation: OperationId,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ForkedFrom {
+    pub(crate) sandbox: SandboxId,
+    pub(crate) version: VersionId,
+}
+
+/// A restore or fork, from before its first effect.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Operation {
+    pub(crate) id: OperationId,
+    /// The sandbox that it changes or makes.
+    pub(crate) sandbox: SandboxId,
+    pub(crate) kind: OperationKind,
+    /// The version whose state is put in place: chosen once, so that a second attempt does the same.
+    pub(crate) version: VersionId,
+    /// The name under which the replaced files are kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) keep: Option<ArtifactId>,
+    /// The last turn that was seen before.
+    pub(crate) last_turn: TurnNumber,
+    /// The version that stood before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) standing: Option<VersionId>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) passed_over: Vec<PassedOver>,
+    /// Orders operations of one sandbox: larger is later.
+    pub(crate) sequence: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) outcome: Option<Outcome>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub(crate) enum OperationKind {
+    Restore,
+    Fork { from: SandboxId },
+}
+
+/// How an operation ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Outcome {
+    Done(RestoreReport),
+    /// Another restore of the sandbox began before this one had ended.
+    Superseded(OperationId),
+}
