@@ -1,1 +1,42 @@
-//! Filesystem checkpoints for Crab by btrfs subvolume snapshots
+//! Filesystem checkpoints for [Crab](crab_core) by btrfs subvolume snapshots.
+//!
+//! [`BtrfsBackend`] is a [`CheckpointBackend`](crab_core::CheckpointBackend) for sandboxes whose root is a btrfs
+//! subvolume. It speaks to the kernel by ioctl alone and needs no btrfs tools. [`subvolume`] is for hosts: it makes,
+//! clones, removes and describes subvolumes.
+//!
+//! ```no_run
+//! use std::path::Path;
+//! use crab_backend_btrfs::subvolume::{self, Access};
+//! use crab_backend_btrfs::BtrfsBackend;
+//!
+//! # fn main() -> crab_core::Result<()> {
+//! // A new sandbox's root, cloned from an image that is a subvolume itself.
+//! subvolume::snapshot(Path::new("/pool/images/debian"), Path::new("/pool/boxes/box-1"), Access::Writable)?;
+//! // Where the versions of all sandboxes stand: on the same filesystem, outside of every root.
+//! let backend = BtrfsBackend::open("/pool/versions")?;
+//! # drop(backend);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Limits
+//! - Subvolumes inside a root are refused, by name: a snapshot does not reach into them.
+//! - Mounts in the sandbox (tmpfs, bind mounts) are not part of the root and are not saved here.
+//! - A restore asks the cgroup whether tasks live, and this process's own mount namespace whether the root is mounted.
+//!   Mounts in a foreign namespace that outlived its tasks are not seen.
+//! - Where quota groups are on, a full quota counts as a full disk.
+
+mod backend;
+mod blocking;
+mod busy;
+mod capture;
+mod failure;
+mod ioctl;
+mod journal;
+mod locks;
+mod restore;
+pub mod subvolume;
+mod uuid;
+mod versions;
+
+pub use backend::BtrfsBackend;

@@ -1,0 +1,228 @@
+//! The backend.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use crab_core::{
+    Artifact, ArtifactId, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, RestoreTarget,
+    Restored, Result, SandboxId,
+};
+use rustix::io::Errno;
+
+use crate::capture::{self, BtrfsCaptured};
+use crate::journal::Keep;
+use crate::restore::{Restorer, Steps, Straight};
+use crate::versions::{self, NAME, Versions};
+use crate::{blocking, failure, ioctl, subvolume};
+
+/// Saves a sandbox's files as a read-only snapshot of the btrfs subvolume that its root is.
+///
+/// A capture costs one snapshot, whatever the size of the root, and includes what was written and not synced. The
+/// kernel makes a snapshot durable as it makes it; what [`persist`](Captured::persist) adds is the artifact's name.
+/// Snapshots share their unchanged blocks, so an artifact depends on no other.
+///
+/// A restore clones the snapshot beside the root and swaps the two, so a sandbox has its old files or its new ones and
+/// never a mixture, also after a power cut. The root's uuid and subvolume number are new afterwards.
+///
+/// What it needs: the root a subvolume, without other subvolumes inside it; root and versions on one btrfs; the
+/// privilege to remove subvolumes. What lacks is refused with an error that says so, before anything is changed.
+///
+/// One process at a time may use a versions directory; the engine's lock on its store sees to that. All calls must be
+/// made from within a tokio runtime and never block its threads for long: the disk is waited for on threads that may
+/// block. Cheap to clone; clones share their locks.
+///
+/// Dropping the future of a call does not stop a step that the kernel has begun: a capture that was dropped removes its
+/// snapshot when it is done, and a restore that was dropped runs to its end.
+#[derive(Clone)]
+pub struct BtrfsBackend {
+    versions: Arc<Versions>,
+    restorer: Restorer,
+}
+
+impl std::fmt::Debug for BtrfsBackend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("BtrfsBackend").field("versions", &self.versions.base()).finish_non_exhaustive()
+    }
+}
+
+impl BtrfsBackend {
+    /// Opens the directory in which the snapshots stand, as `versions_dir/SANDBOX/ARTIFACT`; makes it where it is
+    /// missing. Its parent must exist. It is kept at mode 0700, and belongs to this backend alone: everything in it that
+    /// no version needs may be removed.
+    ///
+    /// Blocks for a few calls to the filesystem.
+    ///
+    /// # Errors
+    /// [`InvalidInput`](crab_core::ErrorKind::InvalidInput) where it is not on btrfs or holds other things,
+    /// [`NotFound`](crab_core::ErrorKind::NotFound) where its parent is missing,
+    /// [`Unsupported`](crab_core::ErrorKind::Unsupported) where this process may not remove subvolumes (it takes
+    /// CAP_SYS_ADMIN in the first user namespace) or another release wrote the directory.
+    pub fn open(versions_dir: impl AsRef<Path>) -> Result<Self> {
+        Self::with_steps(versions_dir.as_ref(), Arc::new(Straight))
+    }
+
+    pub(crate) fn with_steps(versions_dir: &Path, steps: Arc<dyn Steps>) -> Result<Self> {
+        let versions = Arc::new(Versions::open(versions_dir)?);
+        Ok(Self { restorer: Restorer::new(Arc::clone(&versions), steps), versions })
+    }
+
+    /// The directory in which the snapshots stand, free of symbolic links.
+    #[must_use]
+    pub fn versions_dir(&self) -> &Path {
+        self.versions.base()
+    }
+}
+
+#[async_trait]
+impl CheckpointBackend for BtrfsBackend {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn domain(&self) -> Domain {
+        Domain::Filesystem
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::default().with_keeps_replaced().with_forks()
+    }
+
+    async fn recover(&self) -> Result<()> {
+        let this = self.clone();
+        blocking::run(move || recover(&this.versions, &this.restorer)).await
+    }
+
+    /// As the contract says. The deadline is looked at before and after the snapshot, which the kernel cannot be made
+    /// to give up.
+    async fn capture(&self, request: CaptureRequest<'_>) -> Result<Box<dyn Captured>> {
+        let CaptureRequest { sandbox, artifact, deadline, at_cut, .. } = request;
+        let (versions, sandbox) = (Arc::clone(&self.versions), sandbox.clone());
+        let staged = blocking::run(move || capture::take(&versions, &sandbox, artifact, deadline)).await?;
+        let captured = Box::new(BtrfsCaptured::new(staged));
+        if let Err(error) = at_cut.run().await {
+            if let Err(left) = captured.discard().await {
+                tracing::warn!(error = %left, "a snapshot was left behind");
+            }
+            return Err(error);
+        }
+        Ok(captured)
+    }
+
+    async fn verify(&self, artifact: &Artifact) -> Result<()> {
+        let (versions, artifact) = (Arc::clone(&self.versions), artifact.clone());
+        blocking::run(move || versions.open_whole(&artifact).map(drop)).await
+    }
+
+    /// As the contract says. Also refused as [`Busy`](crab_core::ErrorKind::Busy) while the root, or something in it, is
+    /// a mount that this process sees.
+    async fn restore(&self, artifact: &Artifact, target: RestoreTarget) -> Result<Restored> {
+        let (restorer, artifact) = (self.restorer.clone(), artifact.clone());
+        blocking::run(move || restorer.restore(&artifact, &target)).await
+    }
+
+    /// As the contract says. The space is freed in the background. A power cut within the next seconds can bring the
+    /// artifact back; it is then listed again and can be removed again.
+    async fn remove(&self, artifact: &Artifact) -> Result<()> {
+        let (this, artifact) = (self.clone(), artifact.clone());
+        blocking::run(move || remove(&this.versions, &this.restorer, &artifact)).await
+    }
+
+    async fn list(&self, id: &SandboxId) -> Result<Vec<Artifact>> {
+        let (versions, id) = (Arc::clone(&self.versions), id.clone());
+        blocking::run(move || list(&versions, &id)).await
+    }
+
+    fn tree(&self, artifact: &Artifact) -> Option<PathBuf> {
+        self.versions.require_ours(artifact).ok()?;
+        Some(self.versions.path(&artifact.sandbox, &artifact.id))
+    }
+}
+
+fn list(versions: &Versions, id: &SandboxId) -> Result<Vec<Artifact>> {
+    let mut found = Vec::new();
+    for name in versions.names(id)? {
+        // Everything that is not an artifact has a name that is no artifact id.
+        let Some(artifact) = name.to_str().and_then(|name| ArtifactId::new(name).ok()) else { continue };
+        match subvolume::exists(&versions.path(id, &artifact)) {
+            Ok(true) => found.push(versions::bare(id, &artifact)),
+            Ok(false) => {
+                tracing::warn!(sandbox = %id, name = %artifact, "something that is no snapshot among the versions")
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(found)
+}
+
+fn remove(versions: &Versions, restorer: &Restorer, artifact: &Artifact) -> Result<()> {
+    versions.require_ours(artifact)?;
+    let _locked = versions.lock(&artifact.sandbox);
+    let Some(directory) = versions.open_sandbox(&artifact.sandbox)? else { return Ok(()) };
+    if let Some((fd, info)) = versions.look(artifact)? {
+        versions::require_identity(artifact, &info)?;
+        drop(fd);
+        destroy(versions, &artifact.sandbox, &directory, OsStr::new(artifact.id.as_str()))?;
+        tracing::debug!(sandbox = %artifact.sandbox, artifact = %artifact.id, "removed a snapshot");
+    }
+    // With the last artifact goes the rest of the directory.
+    let names = versions.names(&artifact.sandbox)?;
+    if names.iter().all(|name| *name == versions.journal(&artifact.sandbox).file_name().unwrap_or_default()) {
+        if let Err(error) = restorer.forget_finished(&artifact.sandbox, &directory) {
+            tracing::debug!(sandbox = %artifact.sandbox, %error, "a journal stays");
+        }
+        versions.tidy(&artifact.sandbox);
+    }
+    Ok(())
+}
+
+fn destroy(versions: &Versions, sandbox: &SandboxId, directory: impl std::os::fd::AsFd, name: &OsStr) -> Result<()> {
+    match ioctl::destroy_subvolume(directory, name) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(failure::at("remove the subvolume", &versions.directory(sandbox).join(name))(errno)),
+    }
+}
+
+/// Cleans up every sandbox, as far as it goes, and gives the first error.
+fn recover(versions: &Versions, restorer: &Restorer) -> Result<()> {
+    let mut first = None;
+    for sandbox in versions.sandboxes()? {
+        if let Err(error) = recover_sandbox(versions, restorer, &sandbox) {
+            tracing::warn!(%sandbox, %error, "what was left behind could not be cleaned up");
+            first.get_or_insert(error.while_doing(format_args!("recover the files of {sandbox}")));
+        }
+    }
+    first.map_or(Ok(()), Err)
+}
+
+fn recover_sandbox(versions: &Versions, restorer: &Restorer, sandbox: &SandboxId) -> Result<()> {
+    let _locked = versions.lock(sandbox);
+    let Some(directory) = versions.open_sandbox(sandbox)? else { return Ok(()) };
+    for name in versions.names(sandbox)? {
+        if versions::is_capture(&name) {
+            destroy(versions, sandbox, &directory, &name)?;
+            tracing::debug!(%sandbox, name = %name.display(), "removed a capture that was never persisted");
+        }
+    }
+    let journal = versions.journal(sandbox);
+    remove_file(&versions::temporary(&journal))?;
+    match restorer.settle(sandbox)? {
+        // One that kept something is remembered, so that a second attempt of it knows what it kept.
+        Some(record) if record.keep == Keep::No => restorer.forget_finished(sandbox, &directory)?,
+        _ => {}
+    }
+    versions.tidy(sandbox);
+    Ok(())
+}
+
+fn remove_file(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Error::io(format_args!("remove {}", path.display()), error))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,175 @@
+//! The btrfs ioctls, each as one safe function. All of them block.
+#![allow(unsafe_code)]
+
+use std::ffi::{OsStr, OsString};
+use std::mem;
+use std::os::fd::AsFd;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use linux_raw_sys::btrfs as raw;
+use linux_raw_sys::ctypes::c_char;
+use linux_raw_sys::ioctl as number;
+use rustix::io::{Errno, Result};
+use rustix::ioctl::{Getter, Opcode, Setter, Updater, ioctl};
+
+/// What the kernel tells about a subvolume.
+pub(crate) type SubvolumeInfo = raw::btrfs_ioctl_get_subvol_info_args;
+
+/// One file name as the fixed field of an ioctl's argument.
+fn name_field<const N: usize>(name: &OsStr) -> Result<[c_char; N]> {
+    let bytes = name.as_bytes();
+    if bytes.is_empty() || bytes.contains(&0) || bytes.contains(&b'/') {
+        return Err(Errno::INVAL);
+    }
+    if bytes.len() >= N || bytes.len() > 255 {
+        return Err(Errno::NAMETOOLONG);
+    }
+    let mut field = [0; N];
+    for (to, from) in field.iter_mut().zip(bytes) {
+        // `c_char` is signed on some machines; the bits stay.
+        *to = *from as c_char;
+    }
+    Ok(field)
+}
+
+/// The text of a fixed field, up to its first NUL.
+fn text(field: &[c_char]) -> OsString {
+    OsString::from_vec(field.iter().map(|c| *c as u8).take_while(|c| *c != 0).collect())
+}
+
+fn volume_args(name: &OsStr, fd: i64, flags: u64) -> Result<raw::btrfs_ioctl_vol_args_v2> {
+    Ok(raw::btrfs_ioctl_vol_args_v2 {
+        fd,
+        transid: 0,
+        flags,
+        __bindgen_anon_1: raw::btrfs_ioctl_vol_args_v2__bindgen_ty_1 { unused: [0; 4] },
+        __bindgen_anon_2: raw::btrfs_ioctl_vol_args_v2__bindgen_ty_2 { name: name_field(name)? },
+    })
+}
+
+/// Makes a snapshot `name` in `directory` of the subvolume whose root `source` is. The kernel writes the source's dirty
+/// data out first and commits the transaction, so the snapshot is on stable storage when this returns.
+pub(crate) fn create_snapshot(directory: impl AsFd, name: &OsStr, source: impl AsFd, read_only: bool) -> Result<()> {
+    use std::os::fd::AsRawFd;
+    let source = source.as_fd();
+    let flags = if read_only { u64::from(raw::BTRFS_SUBVOL_RDONLY) } else { 0 };
+    let args = volume_args(name, i64::from(source.as_raw_fd()), flags)?;
+    // SAFETY: the number belongs to this argument type, which the kernel only reads; `source` stays open during it.
+    unsafe { ioctl(directory, Setter::<{ number::BTRFS_IOC_SNAP_CREATE_V2 as Opcode }, _>::new(args)) }
+}
+
+/// Makes an empty subvolume `name` in `directory`.
+pub(crate) fn create_subvolume(directory: impl AsFd, name: &OsStr) -> Result<()> {
+    let args = volume_args(name, 0, 0)?;
+    // SAFETY: the number belongs to this argument type, which the kernel only reads.
+    unsafe { ioctl(directory, Setter::<{ number::BTRFS_IOC_SUBVOL_CREATE_V2 as Opcode }, _>::new(args)) }
+}
+
+/// Removes the subvolume `name` in `directory`, read-only ones too. Its space is freed in the background.
+pub(crate) fn destroy_subvolume(directory: impl AsFd, name: &OsStr) -> Result<()> {
+    let args = raw::btrfs_ioctl_vol_args { fd: 0, name: name_field(name)? };
+    // SAFETY: the number belongs to this argument type, which the kernel only reads.
+    unsafe { ioctl(directory, Setter::<{ number::BTRFS_IOC_SNAP_DESTROY as Opcode }, _>::new(args)) }
+}
+
+/// The subvolume that `fd` is in.
+pub(crate) fn subvolume_info(fd: impl AsFd) -> Result<SubvolumeInfo> {
+    // The call may return 1 on success, which rustix takes for what it is.
+    // SAFETY: the number belongs to this type, all of which the kernel fills on success.
+    unsafe { ioctl(fd, Getter::<{ number::BTRFS_IOC_GET_SUBVOL_INFO as Opcode }, SubvolumeInfo>::new()) }
+}
+
+/// The paths, below the root of the subvolume `root`, of the subvolumes directly inside it; at most `limit` of them.
+pub(crate) fn nested_subvolumes(root: impl AsFd, limit: usize) -> Result<Vec<OsString>> {
+    let mut found = Vec::new();
+    let mut from = 0;
+    loop {
+        // SAFETY: plain numbers, for which zero is a value.
+        let mut args: raw::btrfs_ioctl_get_subvol_rootref_args = unsafe { mem::zeroed() };
+        args.min_treeid = from;
+        // SAFETY: the number belongs to this type, which the kernel reads and fills in place.
+        let result = unsafe {
+            ioctl(root.as_fd(), Updater::<{ number::BTRFS_IOC_GET_SUBVOL_ROOTREF as Opcode }, _>::new(&mut args))
+        };
+        // EOVERFLOW says that there are more than fit; those that fit are given.
+        let more = match result {
+            Ok(()) => false,
+            Err(Errno::OVERFLOW) => true,
+            Err(error) => return Err(error),
+        };
+        for child in args.rootref.iter().take(usize::from(args.num_items)) {
+            if found.len() == limit {
+                return Ok(found);
+            }
+            match path_of(root.as_fd(), child.dirid, child.treeid) {
+                Ok(path) => found.push(path),
+                // It was removed in between.
+                Err(Errno::NOENT) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        if !more || args.min_treeid <= from {
+            return Ok(found);
+        }
+        from = args.min_treeid;
+    }
+}
+
+fn path_of(root: impl AsFd, directory: u64, tree: u64) -> Result<OsString> {
+    // SAFETY: plain numbers, for which zero is a value.
+    let mut args: raw::btrfs_ioctl_ino_lookup_user_args = unsafe { mem::zeroed() };
+    args.dirid = directory;
+    args.treeid = tree;
+    // SAFETY: the number belongs to this type, which the kernel reads and fills in place.
+    unsafe { ioctl(root, Updater::<{ number::BTRFS_IOC_INO_LOOKUP_USER as Opcode }, _>::new(&mut args)) }?;
+    // The path of the directory ends in a slash, or is empty for the root itself.
+    let mut path = text(&args.path);
+    path.push(text(&args.name));
+    Ok(path)
+}
+
+/// The id of the mounted filesystem that `fd` is on. ENOTTY where that is not btrfs.
+pub(crate) fn filesystem_id(fd: impl AsFd) -> Result<[u8; 16]> {
+    // SAFETY: plain numbers, for which zero is a value; a zero in `flags` asks for no more than the basic fields.
+    let mut args: raw::btrfs_ioctl_fs_info_args = unsafe { mem::zeroed() };
+    // SAFETY: the number belongs to this type, which the kernel reads and fills in place.
+    unsafe { ioctl(fd, Updater::<{ number::BTRFS_IOC_FS_INFO as Opcode }, _>::new(&mut args)) }?;
+    Ok(args.fsid)
+}
+
+/// Starts the commit of the running transaction and waits for it: everything that was done to the filesystem's
+/// metadata before, and all data that had been written out, is then on stable storage. Other files' dirty data is not
+/// written, unlike with `syncfs`. Does next to nothing where no transaction is open.
+pub(crate) fn commit(fd: impl AsFd) -> Result<()> {
+    // SAFETY: the number belongs to a 64-bit number that the kernel fills.
+    let transaction = unsafe { ioctl(fd.as_fd(), Getter::<{ number::BTRFS_IOC_START_SYNC as Opcode }, u64>::new()) }?;
+    // SAFETY: the number belongs to a 64-bit number that the kernel reads.
+    unsafe { ioctl(fd, Setter::<{ number::BTRFS_IOC_WAIT_SYNC as Opcode }, u64>::new(transaction)) }
+}
+
+/// Whether the caller may remove subvolumes. Searching a tree needs the same privilege and changes nothing.
+pub(crate) fn check_privilege(fd: impl AsFd) -> Result<()> {
+    // SAFETY: plain numbers, for which zero is a value.
+    let mut args: raw::btrfs_ioctl_search_args = unsafe { mem::zeroed() };
+    // One item at most; that none matches is a success too.
+    args.key.tree_id = u64::from(raw::BTRFS_ROOT_TREE_OBJECTID);
+    args.key.nr_items = 1;
+    // SAFETY: the number belongs to this type, which the kernel reads and fills in place.
+    unsafe { ioctl(fd, Updater::<{ number::BTRFS_IOC_TREE_SEARCH as Opcode }, _>::new(&mut args)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_are_more_than_one_component_never_reach_the_kernel() {
+        for bad in ["", "a/b", "/", "a\0b"] {
+            assert_eq!(name_field::<4040>(OsStr::new(bad)).unwrap_err(), Errno::INVAL, "{bad:?}");
+        }
+        let long = "x".repeat(256);
+        assert_eq!(name_field::<4040>(OsStr::new(&long)).unwrap_err(), Errno::NAMETOOLONG);
+        let name = OsStr::from_bytes(b"caf\xe9");
+        assert_eq!(text(&name_field::<4088>(name).unwrap()), name);
+    }
+}
