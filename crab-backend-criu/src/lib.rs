@@ -1,1 +1,49 @@
-//! Process checkpoints for Crab by CRIU
+//! Process checkpoints for Crab by [CRIU](https://criu.org).
+//!
+//! [`CriuBackend`] implements [`crab_core::CheckpointBackend`] for [`crab_core::Domain::Process`]: it saves a sandbox's
+//! live processes with their memory, descriptors, sockets and tmpfs, while they run on, and brings them back into a
+//! stopped sandbox, or into another one.
+//!
+//! # What a sandbox must be like
+//! - All its processes are in one cgroup v2 (child cgroups count; a restore puts all into the cgroup itself) and below
+//!   one init, which is number 1 of a pid namespace, called `setsid`, and has a mount namespace of its own.
+//! - Nothing of the host's is open, but a network namespace that is named and pipes, and both are
+//!   [declared](crab_core::External).
+//! - Its root filesystem at restore is that of the [cut](crab_core::AtCut): CRIU checks the sizes of open files and the
+//!   build ids of mapped ones.
+//!
+//! # What it refuses
+//! Before anything is stopped, and by name: processes outside the tree, descriptors that CRIU cannot save (io_uring,
+//! userfaultfd, perf events, seccomp listeners, Landlock rulesets), pipes to the host that are not declared. What CRIU
+//! itself refuses comes back as [`CriuFailure`] in the error's source chain, with the place of its log.
+//!
+//! # Limits
+//! - **A Landlock domain is not restored**, and the kernel does not show which processes have one: a sandbox that
+//!   depends on Landlock must not be restored by this backend.
+//! - A blocked `poll` may return early with `EINTR` after a capture.
+//! - The network configuration of a declared network namespace is the host's.
+//! - Images hold all of the processes' memory, secrets too: they are readable by their owner only.
+
+mod area;
+mod backend;
+mod cgroup;
+mod cut;
+mod dump;
+mod failure;
+mod files;
+mod preflight;
+mod procfs;
+mod program;
+mod proto;
+mod restore;
+mod stats;
+mod store;
+mod swrk;
+mod sys;
+mod turns;
+
+pub use backend::{Connections, CriuBackend, CriuBuilder};
+pub use failure::{Cause, CriuFailure};
+
+/// [`crab_core::CheckpointBackend::name`].
+const NAME: &str = "criu";

@@ -1,0 +1,213 @@
+//! Where dumps are written during the freeze: memory where possible, since the tasks wait for it.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crab_core::{Error, Result};
+use rustix::fs::FlockOperation;
+
+use crate::files;
+
+/// The default: memory that is there on every Linux.
+pub(crate) const DEFAULT: &str = "/dev/shm/crab";
+/// An owner's directory.
+const OWNER: &str = "owner-";
+/// Held by the living owner.
+const LOCK: &str = "lock";
+/// What `statfs` calls a file system in memory.
+const TMPFS: i64 = 0x0102_1994;
+/// Room that is left to others, and for what is not counted as resident.
+const SLACK: u64 = 64 << 20;
+
+/// A directory for captures, with this process's own part in it. The part is locked while this value lives, so that
+/// another process can tell what a dead one left.
+#[derive(Debug)]
+pub(crate) struct Area {
+    base: PathBuf,
+    own: PathBuf,
+    next: AtomicU64,
+    _lock: File,
+}
+
+impl Area {
+    /// Takes a part of `base`.
+    pub(crate) fn open(base: &Path) -> Result<Arc<Self>> {
+        files::private_directory(base)?;
+        let _making = lock_base(base)?;
+        let own = Self::free_part(base)?;
+        let path = own.join(LOCK);
+        let lock = || {
+            let file = File::create_new(&path)?;
+            rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+            Ok(file)
+        };
+        let lock = lock().map_err(|e: std::io::Error| Error::io(format!("lock {}", path.display()), e))?;
+        Ok(Arc::new(Self { base: base.to_owned(), own, next: AtomicU64::new(0), _lock: lock }))
+    }
+
+    /// Makes a part that nobody has. The same process number may be at work in another pid namespace.
+    fn free_part(base: &Path) -> Result<PathBuf> {
+        let mut number = 0_u64;
+        loop {
+            let own = base.join(format!("{OWNER}{}-{number}", std::process::id()));
+            match std::fs::DirBuilder::new().mode(0o700).create(&own) {
+                Ok(()) => return Ok(own),
+                Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => number += 1,
+                Err(e) => return Err(Error::io(format!("make the directory {}", own.display()), e)),
+            }
+        }
+    }
+
+    /// Where it is.
+    pub(crate) fn base(&self) -> &Path {
+        &self.base
+    }
+
+    /// Whether it is in memory.
+    pub(crate) fn is_memory(&self) -> bool {
+        is_memory(&self.base)
+    }
+
+    /// Whether that much fits into it, and into memory where it is in memory.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        let needed = bytes.saturating_add(SLACK);
+        let free = rustix::fs::statvfs(&self.base).map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
+        free >= needed && (!self.is_memory() || available_memory().is_none_or(|available| available >= needed))
+    }
+
+    /// A new directory in it.
+    pub(crate) fn directory(self: &Arc<Self>) -> Result<Scratch> {
+        let path = self.own.join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
+        let scratch = Scratch { path, _area: Arc::clone(self) };
+        files::private_directory(&scratch.images())?;
+        files::private_directory(&scratch.work())?;
+        Ok(scratch)
+    }
+
+    /// A directory in memory to stand in for `/run` where that is a disk: CRIU keeps there what it learns about the
+    /// kernel, and does so in memory only. It saves tens of milliseconds of every dump.
+    pub(crate) fn run_directory(&self) -> Result<Option<(CString, CString)>> {
+        if !self.is_memory() || is_memory(Path::new("/run")) {
+            return Ok(None);
+        }
+        let path = self.base.join("run");
+        files::private_directory(&path)?;
+        Ok(CString::new(path.as_os_str().as_bytes()).ok().map(|path| (path, c"/run".to_owned())))
+    }
+
+    /// Removes the parts of dead owners.
+    pub(crate) fn recover(&self) -> Result<()> {
+        let _making = lock_base(&self.base)?;
+        for name in files::names(&self.base)? {
+            let path = self.base.join(&name);
+            if name.starts_with(OWNER) && path != self.own && !is_owned(&path) {
+                tracing::info!(path = %path.display(), "removing what a dead process captured");
+                files::remove_all(&path)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Area {
+    fn drop(&mut self) {
+        // The lock goes after this, so nobody else removes it at the same time.
+        let _ = std::fs::remove_dir_all(&self.own);
+    }
+}
+
+/// Held while parts are made or removed, so that a new part is never seen without its lock.
+fn lock_base(base: &Path) -> Result<std::os::fd::OwnedFd> {
+    let lock = || {
+        let directory = files::open_directory(base)?;
+        rustix::fs::flock(&directory, FlockOperation::LockExclusive)?;
+        Ok(directory)
+    };
+    lock().map_err(|e: std::io::Error| Error::io(format!("lock {}", base.display()), e))
+}
+
+fn is_owned(part: &Path) -> bool {
+    match File::open(part.join(LOCK)) {
+        Ok(file) => rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err(),
+        Err(_) => false,
+    }
+}
+
+pub(crate) fn is_memory(path: &Path) -> bool {
+    rustix::fs::statfs(path).is_ok_and(|stat| stat.f_type == TMPFS)
+}
+
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// A directory for one run of CRIU, removed with this value: `images` for the images, `work` for the log and
+/// statistics.
+#[derive(Debug)]
+pub(crate) struct Scratch {
+    path: PathBuf,
+    _area: Arc<Area>,
+}
+
+impl Scratch {
+    pub(crate) fn images(&self) -> PathBuf {
+        self.path.join("images")
+    }
+
+    pub(crate) fn work(&self) -> PathBuf {
+        self.path.join("work")
+    }
+
+    /// Removes it now, and says whether that worked.
+    pub(crate) fn remove(self) -> Result<()> {
+        files::remove_all(&self.path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_parts_of_the_dead_are_removed() {
+        let base = tempfile::tempdir().unwrap();
+        let alive = Area::open(base.path()).unwrap();
+        let capture = alive.directory().unwrap();
+        let dead = base.path().join("owner-1-0");
+        std::fs::create_dir_all(dead.join("0/images")).unwrap();
+        std::fs::write(dead.join(LOCK), "").unwrap();
+        let other = Area::open(base.path()).unwrap();
+        other.recover().unwrap();
+        assert!(!dead.exists());
+        assert!(capture.images().exists());
+        let path = capture.images();
+        drop(capture);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_directory_that_others_may_write_is_refused() {
+        use std::os::unix::fs::PermissionsExt;
+        let base = tempfile::tempdir().unwrap();
+        let open = base.path().join("open");
+        std::fs::create_dir(&open).unwrap();
+        std::fs::set_permissions(&open, std::fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(Area::open(&open).is_err());
+        let link = base.path().join("link");
+        std::os::unix::fs::symlink(base.path(), &link).unwrap();
+        assert!(Area::open(&link).is_err());
+    }
+}

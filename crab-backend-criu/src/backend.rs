@@ -1,0 +1,283 @@
+//! The backend: what its callers see.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use crab_core::{
+    Artifact, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, ErrorKind, RestoreTarget,
+    Restored, Result, SandboxId,
+};
+
+use crate::area::Area;
+use crate::dump::{self, Dumped};
+use crate::program::{self, Program};
+use crate::store::{Persisted, Store};
+use crate::turns::{Caller, Turns};
+use crate::{area, cut, restore};
+
+/// What becomes of live TCP connections.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Connections {
+    /// They are saved and go on after a restore. Where both ends are in the sandbox that is exact; a peer outside has
+    /// moved on by then and resets the connection.
+    #[default]
+    Keep,
+    /// They are closed after a restore.
+    Close,
+    /// A sandbox that has one cannot be captured.
+    Refuse,
+}
+
+/// Process checkpoints by CRIU.
+///
+/// ```no_run
+/// # async fn open() -> crab_core::Result<()> {
+/// let backend = crab_backend_criu::CriuBackend::builder().images("/var/lib/my-host/images").open().await?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Blocking work runs on the blocking threads of the tokio runtime that calls are made in; the runtime's time must be
+/// enabled. A call whose future is dropped undoes there what it began.
+#[derive(Clone, Debug)]
+pub struct CriuBackend {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) program: Program,
+    pub(crate) store: Arc<Store>,
+    pub(crate) connections: Connections,
+    pub(crate) turns: Arc<Turns>,
+    captures: Arc<Area>,
+    /// For captures that do not fit into the other.
+    spacious: Arc<Area>,
+}
+
+impl Inner {
+    /// Where a capture of that many bytes goes.
+    pub(crate) fn area_for(&self, bytes: u64) -> &Arc<Area> {
+        if self.captures.has_room(bytes) { &self.captures } else { &self.spacious }
+    }
+}
+
+/// Makes a [`CriuBackend`].
+#[derive(Clone, Debug, Default)]
+pub struct CriuBuilder {
+    images: Option<PathBuf>,
+    captures: Option<PathBuf>,
+    binary: Option<PathBuf>,
+    connections: Connections,
+}
+
+impl CriuBuilder {
+    /// The directory for durable images. It is made where it is missing; only this user may write it. Required.
+    #[must_use]
+    pub fn images(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.images = Some(directory.into());
+        self
+    }
+
+    /// The directory that CRIU writes to while the sandbox is stopped. Without this call it is `/dev/shm/crab`, and
+    /// `.capture` below the images where that is not in memory or has no room.
+    #[must_use]
+    pub fn capture_dir(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.captures = Some(directory.into());
+        self
+    }
+
+    /// The CRIU to use. Without this call it is looked for in `PATH` and then in `criu/usr/sbin` below `$CRAB_HOME` or
+    /// `/var/lib/crab`, where `cargo xtask setup` installs one; the first that works is taken.
+    #[must_use]
+    pub fn binary(mut self, path: impl Into<PathBuf>) -> Self {
+        self.binary = Some(path.into());
+        self
+    }
+
+    /// What becomes of live TCP connections.
+    #[must_use]
+    pub fn connections(mut self, connections: Connections) -> Self {
+        self.connections = connections;
+        self
+    }
+
+    /// Opens the directories and finds a CRIU that works on this kernel: its version must be 4.2 or newer from kernel
+    /// 6.16 on and 3.18 or newer before, and it must dump two small processes with a listening TCP socket. The trial is
+    /// made once for each binary and kernel and noted in the capture directory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] where no CRIU works, with what is wrong with each; [`ErrorKind::InvalidInput`] where
+    /// a directory is missing or others may write to it.
+    pub async fn open(self) -> Result<CriuBackend> {
+        blocking(move || {
+            let images = self.images.ok_or_else(|| {
+                Error::new(ErrorKind::InvalidInput, "the CRIU backend has no directory for images")
+                    .fix("call CriuBuilder::images")
+            })?;
+            // Both names reach CRIU and other processes: they must not depend on where this one stands.
+            let absolute = |path: PathBuf| std::path::absolute(path).map_err(|e| Error::io("find a directory", e));
+            let images = absolute(images)?;
+            let store = Store::open(&images)?;
+            let spacious = Area::open(&images.join(".capture"))?;
+            let captures = match self.captures {
+                Some(directory) => Area::open(&absolute(directory)?)?,
+                None if area::is_memory(std::path::Path::new("/dev/shm")) => {
+                    Area::open(std::path::Path::new(area::DEFAULT)).unwrap_or_else(|error| {
+                        tracing::warn!(%error, "captures go beside the images, which is slower");
+                        Arc::clone(&spacious)
+                    })
+                }
+                None => Arc::clone(&spacious),
+            };
+            let program = program::find(self.binary.as_deref(), &captures)?;
+            let inner =
+                Inner { program, store, connections: self.connections, turns: Arc::default(), captures, spacious };
+            Ok(CriuBackend { inner: Arc::new(inner) })
+        })
+        .await
+    }
+}
+
+impl CriuBackend {
+    /// Begins to make one.
+    #[must_use]
+    pub fn builder() -> CriuBuilder {
+        CriuBuilder::default()
+    }
+
+    /// The CRIU that is used.
+    #[must_use]
+    pub fn binary(&self) -> &std::path::Path {
+        &self.inner.program.path
+    }
+
+    /// Its version, such as `4.2.1`.
+    #[must_use]
+    pub fn version(&self) -> String {
+        self.inner.program.version.to_string()
+    }
+}
+
+/// Runs blocking work. What it returns undoes itself when it is dropped, so that a caller who has gone leaves nothing.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    let joined = tokio::task::spawn_blocking(work).await;
+    joined.unwrap_or_else(|e| Err(Error::new(ErrorKind::Internal, "a thread of the CRIU backend ended").caused_by(e)))
+}
+
+#[async_trait]
+impl CheckpointBackend for CriuBackend {
+    fn name(&self) -> &str {
+        crate::NAME
+    }
+
+    fn domain(&self) -> Domain {
+        Domain::Process
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::default().with_forks()
+    }
+
+    async fn recover(&self) -> Result<()> {
+        let inner = Arc::clone(&self.inner);
+        blocking(move || {
+            inner.store.recover()?;
+            inner.captures.recover()?;
+            inner.spacious.recover()
+        })
+        .await
+    }
+
+    async fn capture(&self, request: CaptureRequest<'_>) -> Result<Box<dyn Captured>> {
+        let CaptureRequest { sandbox, artifact, frozen, deadline, at_cut, .. } = request;
+        let caller = Caller::default();
+        let _presence = caller.present();
+        let job =
+            dump::Job { inner: Arc::clone(&self.inner), sandbox: sandbox.clone(), artifact, frozen, deadline, caller };
+        let (cut, reached) = cut::bridge();
+        let dumping = tokio::task::spawn_blocking(move || dump::run(job, cut));
+        let attended = reached.attend(at_cut, deadline).await;
+        let dumped = dumping
+            .await
+            .unwrap_or_else(|e| Err(Error::new(ErrorKind::Internal, "the dumping thread ended").caused_by(e)));
+        match (attended, dumped) {
+            (Ok(()), Ok(dumped)) => Ok(Box::new(CriuCapture { inner: Arc::clone(&self.inner), dumped })),
+            (Ok(()), Err(error)) => Err(error),
+            // The cut's own error tells why; the dump's tells what condition the sandbox is in.
+            (Err(why), Err(error)) if error.kind() == ErrorKind::Cancelled => Err(match error.sandbox_condition() {
+                Some(condition) => why.condition(condition),
+                None => why,
+            }),
+            (Err(why), Err(error)) => Err(error.caused_by(why)),
+            (Err(why), Ok(_)) => Err(why),
+        }
+    }
+
+    async fn verify(&self, artifact: &Artifact) -> Result<()> {
+        let (inner, artifact) = (Arc::clone(&self.inner), self.own(artifact)?);
+        blocking(move || inner.store.open_whole(&artifact).map(drop)).await
+    }
+
+    async fn restore(&self, artifact: &Artifact, target: RestoreTarget) -> Result<Restored> {
+        let (inner, artifact) = (Arc::clone(&self.inner), self.own(artifact)?);
+        let tree = blocking(move || restore::run(&inner, &artifact, target)).await?;
+        Ok(Restored { replaced: None, init: Some(tree.hand_on()) })
+    }
+
+    async fn remove(&self, artifact: &Artifact) -> Result<()> {
+        let (inner, artifact) = (Arc::clone(&self.inner), self.own(artifact)?);
+        blocking(move || inner.store.remove(&artifact.sandbox, &artifact.id)).await
+    }
+
+    async fn list(&self, id: &SandboxId) -> Result<Vec<Artifact>> {
+        let (inner, id) = (Arc::clone(&self.inner), id.clone());
+        blocking(move || inner.store.list(&id)).await
+    }
+}
+
+impl CriuBackend {
+    /// The artifact, where it is one of this backend.
+    fn own(&self, artifact: &Artifact) -> Result<Artifact> {
+        if artifact.domain == Domain::Process && artifact.backend == crate::NAME {
+            return Ok(artifact.clone());
+        }
+        let what = format!(
+            "the artifact {} is of the {} domain by {}, and not of this backend",
+            artifact.id,
+            artifact.domain,
+            artifact.backend.escape_default()
+        );
+        Err(Error::new(ErrorKind::InvalidInput, what))
+    }
+}
+
+/// A dump in the capture directory, which goes when this value goes.
+struct CriuCapture {
+    inner: Arc<Inner>,
+    dumped: Dumped,
+}
+
+#[async_trait]
+impl Captured for CriuCapture {
+    async fn persist(self: Box<Self>) -> Result<Artifact> {
+        let Self { inner, dumped } = *self;
+        let persisted: Persisted = blocking(move || {
+            let Dumped { name, scratch, external, facts, .. } = dumped;
+            inner.store.persist(name, &scratch.images(), external, facts)
+        })
+        .await?;
+        Ok(persisted.keep())
+    }
+
+    async fn discard(self: Box<Self>) -> Result<()> {
+        blocking(move || self.dumped.scratch.remove()).await
+    }
+
+    fn stopped_for(&self) -> Option<Duration> {
+        self.dumped.stopped
+    }
+}

@@ -1,0 +1,252 @@
+//! One dump: the sandbox stopped, saved by CRIU, the cut, the sandbox as it was.
+
+use std::collections::BTreeMap;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crab_core::{ArtifactId, Condition, Error, ErrorKind, External, Result, Sandbox};
+
+use crate::area::Scratch;
+use crate::backend::{Connections, Inner};
+use crate::cgroup::{Cgroup, FreezerGuard};
+use crate::cut::Cut;
+use crate::failure::CriuFailure;
+use crate::preflight::{self, Tree};
+use crate::program::{self, common_options};
+use crate::proto::{Kind, Options, Response};
+use crate::store::Reservation;
+use crate::swrk::{Broken, Swrk};
+use crate::sys::Surroundings;
+use crate::turns::Caller;
+use crate::{files, procfs, stats};
+
+/// The name that the network namespace has in the images.
+pub(crate) const NETWORK_KEY: &str = "extnet";
+/// The facts that are stored with an artifact.
+pub(crate) const FACT_KERNEL: &str = "kernel";
+pub(crate) const FACT_ARCHITECTURE: &str = "architecture";
+pub(crate) const FACT_CRIU: &str = "criu";
+pub(crate) const FACT_TASKS: &str = "tasks";
+const FACT_INIT: &str = "init";
+
+const LOG: &str = "dump.log";
+/// Deleted files that are still open go into the image up to this size.
+const GHOST_LIMIT: u32 = 64 << 20;
+/// CRIU's own limit for stopping the tasks, where the caller has none.
+const SEIZE_SECONDS: u32 = 10;
+
+/// What is to be dumped.
+pub(crate) struct Job {
+    pub(crate) inner: Arc<Inner>,
+    pub(crate) sandbox: Sandbox,
+    pub(crate) artifact: ArtifactId,
+    pub(crate) frozen: bool,
+    pub(crate) deadline: Option<Instant>,
+    pub(crate) caller: Caller,
+}
+
+/// A dump that is not durable yet.
+#[derive(Debug)]
+pub(crate) struct Dumped {
+    pub(crate) name: Reservation,
+    pub(crate) scratch: Scratch,
+    pub(crate) external: Vec<External>,
+    pub(crate) facts: BTreeMap<String, String>,
+    pub(crate) stopped: Option<Duration>,
+}
+
+/// Dumps. Whatever happens, the sandbox is afterwards as the caller had it.
+pub(crate) fn run(job: Job, cut: Cut) -> Result<Dumped> {
+    let condition = if job.frozen { Condition::Frozen } else { Condition::Running };
+    attempt(job, cut).map_err(|error| match error.sandbox_condition() {
+        // Nothing lives in what has no init, and what says its condition knows better.
+        None if error.kind() != ErrorKind::InvalidInput => error.condition(condition),
+        _ => error,
+    })
+}
+
+fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
+    let Job { inner, sandbox, artifact, frozen, deadline, caller } = job;
+    let _turn = inner.turns.take(&sandbox.cgroup, deadline)?;
+    let name = inner.store.reserve(&sandbox.id, &artifact)?;
+    let tree = preflight::check(&sandbox)?;
+    let external = external_keys(&sandbox, tree.init)?;
+    let area = inner.area_for(tree.bytes);
+    let scratch = area.directory()?;
+    let io = |e| Error::io("open the capture directory", e);
+    let images = files::open_directory(&scratch.images()).map_err(io)?;
+    let work = files::open_directory(&scratch.work()).map_err(io)?;
+    let cgroup = Cgroup::at(&sandbox.cgroup);
+    let options = Options {
+        pid: i32::try_from(tree.init).ok(),
+        leave_running: Some(true),
+        notify_scripts: Some(true),
+        ghost_limit: Some(GHOST_LIMIT),
+        tcp_established: Some(inner.connections == Connections::Keep),
+        tcp_close: Some(inner.connections == Connections::Close),
+        external,
+        freeze_cgroup: Some(utf8(&sandbox.cgroup, "the cgroup's path")?),
+        timeout: Some(seconds_left(deadline)),
+        ..common_options(images.as_raw_fd(), work.as_raw_fd(), LOG)
+    };
+    let binds = area.run_directory()?.into_iter().collect();
+    let swrk = Swrk::start(&inner.program.path, Surroundings { binds, ..Surroundings::default() }, deadline)?;
+    let mut talk = Talk {
+        swrk,
+        tree,
+        deadline,
+        // What CRIU does to the freezer is undone also where the caller froze.
+        freezer: frozen.then(|| FreezerGuard::new(&cgroup, Some(caller))),
+        cgroup,
+        cut: Some(cut),
+        stopped_at: None,
+        refusal: None,
+        tasks: 0,
+    };
+    let answer = talk.converse(options);
+    let Talk { swrk, freezer, stopped_at, refusal, tasks, tree, .. } = talk;
+    // CRIU lets go of the tasks before it answers; one that did not answer is killed first, for the same.
+    let ended = match &answer {
+        Ok(_) => swrk.finish().map(|status| !status.success()).unwrap_or(true),
+        Err(_) => {
+            drop(swrk);
+            true
+        }
+    };
+    let settled = freezer.map_or(Ok(()), FreezerGuard::settle);
+    let stopped = stopped_at.map(|since| since.elapsed());
+    if let Err(error) = settled {
+        return Err(match refusal {
+            Some(refusal) => error.caused_by(refusal),
+            None => error,
+        });
+    }
+    if let Some(refusal) = refusal {
+        return Err(refusal);
+    }
+    let what = format!("dump the processes of the sandbox {}", sandbox.id);
+    let answer = answer.map_err(|broken| broken.into_error(&what))?;
+    if !answer.success || ended {
+        let log = scratch.work().join(LOG);
+        let text = std::fs::read(&log).unwrap_or_default();
+        let kept = inner.store.keep_log(&format!("{}-{artifact}-dump.log", sandbox.id), &log);
+        let failure = CriuFailure::from_log(&String::from_utf8_lossy(&text)).kept_at(kept);
+        return Err(failure.into_error(&format!("cannot {what}"), ErrorKind::Io));
+    }
+    let stopped = stopped.or_else(|| stats::stopped(&std::fs::read(scratch.work().join("stats-dump")).ok()?));
+    let facts = facts(&inner, tasks, tree.init);
+    Ok(Dumped { name, scratch, external: sandbox.external, facts, stopped })
+}
+
+fn facts(inner: &Inner, tasks: usize, init: u32) -> BTreeMap<String, String> {
+    let mut facts = BTreeMap::from([
+        (FACT_KERNEL.to_owned(), program::kernel_release()),
+        (FACT_ARCHITECTURE.to_owned(), std::env::consts::ARCH.to_owned()),
+        (FACT_CRIU.to_owned(), inner.program.version.to_string()),
+        (FACT_TASKS.to_owned(), tasks.to_string()),
+    ]);
+    if let Some(inside) = procfs::pid_inside(init) {
+        facts.insert(FACT_INIT.to_owned(), inside.to_string());
+    }
+    facts
+}
+
+/// A path as CRIU's messages carry it.
+pub(crate) fn utf8(path: &std::path::Path, what: &str) -> Result<String> {
+    path.to_str().map(str::to_owned).ok_or_else(|| {
+        Error::new(ErrorKind::InvalidInput, format!("{what} {} is not UTF-8", path.display())).fix("rename it")
+    })
+}
+
+fn seconds_left(deadline: Option<Instant>) -> u32 {
+    let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()).as_secs());
+    left.and_then(|left| u32::try_from(left).ok())
+        .map_or(SEIZE_SECONDS, |left| left.saturating_add(1).min(SEIZE_SECONDS))
+}
+
+/// What CRIU is told to leave out. Pipes need nothing: CRIU saves an end whose other end it does not find.
+fn external_keys(sandbox: &Sandbox, init: u32) -> Result<Vec<String>> {
+    let mut keys = Vec::new();
+    for external in &sandbox.external {
+        match external {
+            External::NetworkNamespace { path } => {
+                let metadata = std::fs::metadata(path);
+                let inode = metadata.map_err(|e| Error::io(format!("look at {}", path.display()), e))?.ino();
+                if procfs::namespace(init, "net") != Some(inode) {
+                    let what =
+                        format!("{} does not live in the network namespace {}", procfs::describe(init), path.display());
+                    return Err(Error::new(ErrorKind::NotCheckpointable, what).fix("declare the one that it lives in"));
+                }
+                keys.push(format!("net[{inode}]:{NETWORK_KEY}"));
+            }
+            External::Pipe { .. } => {}
+            other => {
+                let what = format!("CRIU's backend cannot leave out {}", other.key());
+                return Err(Error::new(ErrorKind::Unsupported, what));
+            }
+        }
+    }
+    Ok(keys)
+}
+
+/// The conversation of one dump.
+struct Talk {
+    swrk: Swrk,
+    tree: Tree,
+    cgroup: Cgroup,
+    deadline: Option<Instant>,
+    freezer: Option<FreezerGuard>,
+    cut: Option<Cut>,
+    stopped_at: Option<Instant>,
+    /// Why we broke the dump off.
+    refusal: Option<Error>,
+    tasks: usize,
+}
+
+impl Talk {
+    fn converse(&mut self, options: Options) -> Result<Response, Broken> {
+        self.swrk.ask(Kind::Dump, Some(options))?;
+        loop {
+            let message = self.swrk.hear()?;
+            if message.kind() != Kind::Notify {
+                return Ok(message);
+            }
+            let script = message.notify.and_then(|notify| notify.script).unwrap_or_default();
+            let done = match script.as_str() {
+                "pre-dump" => self.stop(),
+                "post-dump" => self.at_cut(),
+                _ => Ok(()),
+            };
+            let success = done.is_ok();
+            if let Err(refusal) = done {
+                self.refusal = Some(refusal);
+            }
+            // CRIU lets the tasks go on by itself when told of a failure.
+            self.swrk.answer(success)?;
+        }
+    }
+
+    /// CRIU is ready to stop the tasks. The freezer stops all of them at once and in a few milliseconds; left to
+    /// itself CRIU would look for the result ten times a second only.
+    fn stop(&mut self) -> Result<()> {
+        if self.freezer.is_none() {
+            self.stopped_at = Some(Instant::now());
+            self.freezer = Some(FreezerGuard::new(&self.cgroup, None));
+            self.cgroup.freeze(self.deadline)?;
+        }
+        // What came in since the first look. CRIU would wait for it for ever.
+        preflight::membership(&self.cgroup, self.tree.init).map(drop)
+    }
+
+    /// All is saved, and the tasks are still stopped.
+    fn at_cut(&mut self) -> Result<()> {
+        self.tasks = self.cgroup.processes()?.len();
+        if self.cut.take().is_some_and(|cut| cut.run(self.deadline)) {
+            return Ok(());
+        }
+        // The caller knows why its own code failed.
+        Err(Error::new(ErrorKind::Cancelled, "the capture was broken off at the cut"))
+    }
+}

@@ -1,0 +1,274 @@
+//! One restore: CRIU inside the sandbox's cgroup, and a tree that is checked before it runs.
+
+use std::ffi::CString;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crab_core::{Artifact, Condition, Error, ErrorKind, External, InheritedFd, RestoreTarget, Result};
+use rustix::process::{Pid, WaitId, WaitIdOptions};
+
+use crate::backend::{Connections, Inner};
+use crate::cgroup::Cgroup;
+use crate::dump::{FACT_ARCHITECTURE, FACT_CRIU, FACT_KERNEL, FACT_TASKS, NETWORK_KEY, utf8};
+use crate::failure::CriuFailure;
+use crate::procfs::{self, Stat};
+use crate::program::{self, common_options};
+use crate::proto::{InheritFd, Kind, Options, Response};
+use crate::store::{Body, Opened};
+use crate::swrk::{Broken, Swrk};
+use crate::sys::Surroundings;
+use crate::turns::Turn;
+use crate::{files, preflight};
+
+const LOG: &str = "restore.log";
+/// Numbers below are the standard streams of the CRIU process.
+const LOWEST_FD: i32 = 10;
+
+/// A restored tree. Dropping it ends the tree, unless it was handed on.
+#[derive(Debug)]
+pub(crate) struct RestoredTree {
+    place: Option<Place>,
+    init: u32,
+    /// Held until the caller has the tree, or it is gone.
+    _turn: Turn,
+}
+
+impl RestoredTree {
+    /// Hands the tree on to the caller.
+    pub(crate) fn hand_on(mut self) -> u32 {
+        self.place = None;
+        self.init
+    }
+}
+
+impl Drop for RestoredTree {
+    fn drop(&mut self) {
+        // Nobody waits for it any more.
+        if let Some(place) = self.place.take()
+            && let Err(error) = place.clear()
+        {
+            tracing::error!(%error, "a restored tree that nobody takes could not be ended");
+        }
+    }
+}
+
+/// The sandbox's cgroup, by both names.
+#[derive(Clone, Debug)]
+struct Place {
+    cgroup: Cgroup,
+    /// As `/proc/PID/cgroup` names it, once something is in it.
+    line: Option<String>,
+}
+
+impl Place {
+    /// Ends all that is in it, and waits for what is our child.
+    fn clear(&self) -> Result<()> {
+        self.cgroup.kill().map_err(|e| e.while_doing("end what was restored").condition(Condition::Unknown))?;
+        let Some(line) = &self.line else { return Ok(()) };
+        for child in procfs::children(std::process::id()) {
+            if procfs::cgroup(child).as_ref() == Some(line)
+                && let Some(pid) = i32::try_from(child).ok().and_then(Pid::from_raw)
+            {
+                // It was killed, so this does not wait for long; it fails where somebody else was quicker.
+                let _ = rustix::process::waitid(WaitId::Pid(pid), WaitIdOptions::EXITED);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Restores. Where it fails, nothing of the tree is left.
+pub(crate) fn run(inner: &Arc<Inner>, artifact: &Artifact, target: RestoreTarget) -> Result<RestoredTree> {
+    let RestoreTarget { sandbox, inherited, deadline, .. } = target;
+    let turn = inner.turns.take(&sandbox.cgroup, deadline)?;
+    let cgroup = Cgroup::at(&sandbox.cgroup);
+    if cgroup.is_populated()? {
+        return Err(Error::new(ErrorKind::Busy, format!("the sandbox {} has tasks", sandbox.id)).fix("kill it first"));
+    }
+    let stopped = |error: Error| error.condition(Condition::Stopped);
+    let Opened { directory, body } = inner.store.open_whole(artifact).map_err(stopped)?;
+    suits(&body).map_err(stopped)?;
+    if !sandbox.root.is_dir() {
+        let what = format!("the root {} of the sandbox {} is no directory", sandbox.root.display(), sandbox.id);
+        return Err(stopped(Error::new(ErrorKind::InvalidInput, what).fix("restore its filesystem first")));
+    }
+    let (keep, inherit_fd) = give(&body, inherited).map_err(stopped)?;
+    let bind = CString::new(sandbox.root.as_os_str().as_bytes())
+        .map_err(|_| stopped(Error::new(ErrorKind::InvalidInput, "the root's path holds a zero byte")))?;
+    // An area for the log only.
+    let area = inner.area_for(0);
+    let scratch = area.directory().map_err(stopped)?;
+    let work = files::open_directory(&scratch.work()).map_err(|e| stopped(Error::io("open the work directory", e)))?;
+    let options = Options {
+        root: Some(utf8(&sandbox.root, "the root's path").map_err(stopped)?),
+        rst_sibling: Some(true),
+        notify_scripts: Some(true),
+        tcp_established: Some(inner.connections == Connections::Keep),
+        tcp_close: Some(inner.connections == Connections::Close),
+        inherit_fd,
+        ..common_options(directory.as_raw_fd(), work.as_raw_fd(), LOG)
+    };
+    // CRIU wants the root to be a mount of its own.
+    let mut binds = vec![(bind.clone(), bind)];
+    binds.extend(area.run_directory().map_err(stopped)?);
+    // A cgroup whose tasks were killed while frozen is still frozen, and CRIU would be when it goes in.
+    cgroup.thaw().map_err(stopped)?;
+    let entrance = Some(cgroup.entrance().map_err(stopped)?);
+    let surroundings = Surroundings { keep, cgroup: entrance, binds, session: false };
+
+    let what = format!("restore the processes of the sandbox {} from {}", sandbox.id, artifact.id);
+    let mut place = Place { cgroup, line: None };
+    let failed = |place: &Place, error: Error| match place.clear() {
+        Ok(()) => error.condition(Condition::Stopped),
+        Err(worse) => worse.caused_by(error),
+    };
+    let swrk = match Swrk::start(&inner.program.path, surroundings, deadline) {
+        Ok(swrk) => swrk,
+        Err(error) => return Err(failed(&place, error.while_doing(&what))),
+    };
+    place.line = procfs::cgroup(swrk.pid());
+    let mut talk = Talk { swrk, place: &place, body: &body, refusal: None };
+    let answer = talk.converse(options);
+    let Talk { swrk, refusal, .. } = talk;
+    let ended_well = match &answer {
+        Ok(_) => swrk.finish().is_ok_and(|status| status.success()),
+        Err(_) => {
+            drop(swrk);
+            false
+        }
+    };
+    let outcome = match (answer, refusal) {
+        (_, Some(refusal)) => Err(refusal.while_doing(&what)),
+        (Err(broken), None) => Err(broken.into_error(&what)),
+        (Ok(answer), None) if answer.success && ended_well => {
+            let init = answer.restore.and_then(|restored| u32::try_from(restored.pid).ok()).unwrap_or(0);
+            is_in_place(init, &place.cgroup).map(|()| init)
+        }
+        (Ok(_), None) => {
+            let log = scratch.work().join(LOG);
+            let text = std::fs::read(&log).unwrap_or_default();
+            let kept = inner.store.keep_log(&format!("{}-{}-restore.log", sandbox.id, artifact.id), &log);
+            let failure = CriuFailure::from_log(&String::from_utf8_lossy(&text)).kept_at(kept);
+            Err(failure.into_error(&format!("cannot {what}{}", other_surroundings(&body, inner)), ErrorKind::Io))
+        }
+    };
+    match outcome {
+        Ok(init) => Ok(RestoredTree { place: Some(place), init, _turn: turn }),
+        Err(error) => Err(failed(&place, error)),
+    }
+}
+
+fn suits(body: &Body) -> Result<()> {
+    match body.facts.get(FACT_ARCHITECTURE).map(String::as_str) {
+        Some(std::env::consts::ARCH) => Ok(()),
+        other => {
+            let made = other.unwrap_or("an unknown architecture");
+            let what = format!("the artifact was made on {made}, and this host is {}", std::env::consts::ARCH);
+            Err(Error::new(ErrorKind::Unsupported, what).fix("restore it on a host like the one it was made on"))
+        }
+    }
+}
+
+/// What is not as it was at the dump: often no reason for a failure, but worth knowing then.
+fn other_surroundings(body: &Body, inner: &Inner) -> String {
+    let now = [(FACT_KERNEL, program::kernel_release()), (FACT_CRIU, inner.program.version.to_string())];
+    let differs = now.into_iter().filter_map(|(fact, now)| {
+        let then = body.facts.get(fact)?;
+        (*then != now).then(|| format!("{fact} {then} then, {now} now"))
+    });
+    let text: Vec<_> = differs.collect();
+    if text.is_empty() { String::new() } else { format!(" ({})", text.join(", ")) }
+}
+
+/// One descriptor for each external thing of the artifact, with the key that it has in the images.
+fn give(body: &Body, mut inherited: Vec<InheritedFd>) -> Result<(Vec<OwnedFd>, Vec<InheritFd>)> {
+    let (mut keep, mut table) = (Vec::new(), Vec::new());
+    for external in &body.external {
+        let name = external.key();
+        let Some(at) = inherited.iter().position(|given| given.external.key() == name) else {
+            return Err(Error::new(ErrorKind::InvalidInput, format!("the host gave nothing in place of {name}"))
+                .fix("give one descriptor for each external thing of the artifact"));
+        };
+        let given = inherited.swap_remove(at);
+        let key = match external {
+            External::NetworkNamespace { .. } => NETWORK_KEY.to_owned(),
+            _ => name,
+        };
+        let fd = rustix::io::fcntl_dupfd_cloexec(&given.fd, LOWEST_FD)
+            .map_err(|e| Error::io("duplicate an inherited descriptor", e.into()))?;
+        table.push(InheritFd { key, fd: fd.as_raw_fd() });
+        keep.push(fd);
+    }
+    Ok((keep, table))
+}
+
+/// The tree after CRIU has gone.
+fn is_in_place(init: u32, cgroup: &Cgroup) -> Result<()> {
+    let broken =
+        |what: &str| Err(Error::new(ErrorKind::Internal, format!("the restored init, process {init}, {what}")));
+    match Stat::read(init) {
+        Some(stat) if stat.is_dead() => broken("ended at once"),
+        None => broken("does not live"),
+        Some(stat) if stat.parent != std::process::id() => broken("is not a child of this process"),
+        Some(_) => preflight::membership(cgroup, init).map(drop),
+    }
+}
+
+/// The conversation of one restore.
+struct Talk<'a> {
+    swrk: Swrk,
+    place: &'a Place,
+    body: &'a Body,
+    /// Why we broke the restore off.
+    refusal: Option<Error>,
+}
+
+impl Talk<'_> {
+    fn converse(&mut self, options: Options) -> Result<Response, Broken> {
+        self.swrk.ask(Kind::Restore, Some(options))?;
+        loop {
+            let message = self.swrk.hear()?;
+            if message.kind() != Kind::Notify {
+                return Ok(message);
+            }
+            let notify = message.notify.unwrap_or_default();
+            let init = notify.pid.and_then(|pid| u32::try_from(pid).ok());
+            let done = match (notify.script.as_deref(), init) {
+                (Some("post-restore"), Some(init)) => self.is_complete(init),
+                _ => Ok(()),
+            };
+            let success = done.is_ok();
+            if let Err(refusal) = done {
+                self.refusal = Some(refusal);
+            }
+            self.swrk.answer(success)?;
+        }
+    }
+
+    /// All tasks are there and none has run: there must be as many as at the dump, all in the sandbox's cgroup.
+    fn is_complete(&self, init: u32) -> Result<()> {
+        let Some(wanted) = self.body.facts.get(FACT_TASKS).and_then(|tasks| tasks.parse::<usize>().ok()) else {
+            return Err(Error::new(ErrorKind::Corrupt, "the artifact does not say how many processes it holds"));
+        };
+        // Processes that CRIU needed for building the tree may still be ending.
+        let patience = Instant::now() + Duration::from_secs(1);
+        loop {
+            let tree: std::collections::BTreeSet<u32> = procfs::tree(init)
+                .into_iter()
+                .filter(|pid| Stat::read(*pid).is_some_and(|stat| !stat.is_dead()))
+                .collect();
+            let members = self.place.cgroup.processes()?;
+            if tree.len() == wanted && tree.is_subset(&members) {
+                return Ok(());
+            }
+            if Instant::now() >= patience {
+                let found = format!("{} processes, {} of them", tree.len(), tree.intersection(&members).count());
+                let what = format!("restored were {found} in the sandbox's cgroup, and {wanted} were saved");
+                return Err(Error::new(ErrorKind::Internal, what));
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}

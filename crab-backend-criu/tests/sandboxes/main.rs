@@ -1,0 +1,12 @@
+//! The backend against real sandboxes on the real kernel: it needs root and what `cargo xtask setup` makes. Where that
+//! is missing every test says that it was skipped.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "these are tests")]
+
+mod breaking;
+mod conforming;
+mod contents;
+mod externals;
+mod refusing;
+mod storing;
+mod support;

@@ -1,0 +1,290 @@
+//! Sandboxes with a server that holds a number in memory, a backend of their own, and what tests do with both.
+
+use std::io::{Read, Write};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use crab_backend_criu::{CriuBackend, CriuBuilder};
+use crab_core::conformance::BackendFixture;
+use crab_core::{
+    Artifact, ArtifactId, AtCut, CaptureRequest, Captured, CheckpointBackend, Condition, External, InheritedFd, NoCut,
+    OperationId, RestoreTarget, Restored, Result, SandboxHost, SandboxId,
+};
+use crab_examples::sandbox::{Config, ExampleHost, Sandbox, ScratchRoot, criu_binary, home};
+
+/// A server whose whole state is a number: `set N` and `get`, one line for each connection.
+const SERVER: &str = r#"
+import socket
+number = 0
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.bind(("127.0.0.1", 7000))
+server.listen(16)
+while True:
+    client, _ = server.accept()
+    with client:
+        words = client.makefile().readline().split()
+        if words[:1] == ["set"]:
+            number = int(words[1])
+        client.sendall(f"{number}\n".encode())
+"#;
+const PORT: u16 = 7000;
+
+pub(crate) struct World {
+    pub(crate) host: Arc<ExampleHost>,
+    pub(crate) backend: Arc<CriuBackend>,
+    pub(crate) images: PathBuf,
+    pub(crate) captures: PathBuf,
+    boxes: Mutex<Vec<(Arc<Sandbox>, ScratchRoot)>>,
+    _images: tempfile::TempDir,
+    _captures: tempfile::TempDir,
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        for (sandbox, root) in self.boxes.lock().unwrap().drain(..) {
+            self.host.forget(&sandbox.id());
+            // Killed and gone before its root goes.
+            drop(sandbox);
+            drop(root);
+        }
+    }
+}
+
+/// Says once for each test why it cannot run.
+pub(crate) fn lacking() -> bool {
+    let ready = rustix::process::geteuid().is_root()
+        && home().join("pool/base/sbin/crab-init").exists()
+        && criu_binary().exists();
+    if !ready {
+        println!("skipped: criu and sandboxes (root and `cargo xtask setup` are needed)");
+    }
+    !ready
+}
+
+pub(crate) async fn world() -> Option<World> {
+    world_with(|builder| builder).await
+}
+
+pub(crate) async fn world_with(configure: impl FnOnce(CriuBuilder) -> CriuBuilder) -> Option<World> {
+    if lacking() {
+        return None;
+    }
+    // On a disk, as a store is.
+    let directory = home().join("pool/scratch");
+    std::fs::create_dir_all(&directory).unwrap();
+    let images = tempfile::Builder::new().prefix("images-").tempdir_in(directory).unwrap();
+    let captures = tempfile::Builder::new().prefix("crab-test-").tempdir_in("/dev/shm").unwrap();
+    let builder = CriuBackend::builder().images(images.path()).capture_dir(captures.path()).binary(criu_binary());
+    let backend = Arc::new(configure(builder).open().await.unwrap());
+    Some(World {
+        host: Arc::new(ExampleHost::new()),
+        backend,
+        images: images.path().to_owned(),
+        captures: captures.path().to_owned(),
+        boxes: Mutex::default(),
+        _images: images,
+        _captures: captures,
+    })
+}
+
+fn unique(what: &str) -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    format!("{what}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+pub(crate) fn artifact_name() -> ArtifactId {
+    unique("p").parse().unwrap()
+}
+
+/// Waits for something that happens soon, however slow the machine is.
+#[track_caller]
+pub(crate) fn eventually<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "did not happen: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[track_caller]
+pub(crate) fn run(sandbox: &Sandbox, line: &str) -> String {
+    let output = sandbox.exec(line).unwrap();
+    assert!(output.success(), "`{line}` ended with {:?}: {}", output.code, output.text());
+    output.text().trim_end().to_owned()
+}
+
+/// Starts a line in the background, holding nothing of the host's.
+#[track_caller]
+pub(crate) fn background(sandbox: &Sandbox, line: &str) {
+    run(sandbox, &format!("setsid {line} </dev/null >/dev/null 2>&1 &"));
+}
+
+/// Starts a python program in the background.
+#[track_caller]
+pub(crate) fn python(sandbox: &Sandbox, name: &str, program: &str) {
+    std::fs::write(sandbox.root().join(format!("root/{name}.py")), program).unwrap();
+    background(sandbox, &format!("python3 /root/{name}.py"));
+}
+
+/// One question to a server in the sandbox.
+pub(crate) fn ask(sandbox: &Sandbox, port: u16, question: &str) -> Option<String> {
+    let mut stream = sandbox.connect(port).ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(60))).ok()?;
+    stream.write_all(format!("{question}\n").as_bytes()).ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).ok()?;
+    Some(answer.trim().to_owned())
+}
+
+#[track_caller]
+pub(crate) fn set(sandbox: &Sandbox, value: u64) {
+    assert_eq!(ask(sandbox, PORT, &format!("set {value}")), Some(value.to_string()));
+}
+
+pub(crate) fn get(sandbox: &Sandbox) -> Option<u64> {
+    ask(sandbox, PORT, "get")?.parse().ok()
+}
+
+impl World {
+    /// A sandbox in which nothing but init runs.
+    pub(crate) fn bare(&self) -> Arc<Sandbox> {
+        let id: SandboxId = unique("criu").parse().unwrap();
+        let root = ScratchRoot::new(id.as_str()).unwrap();
+        let sandbox = self.host.launch(Config::new(id, root.path())).unwrap();
+        self.boxes.lock().unwrap().push((Arc::clone(&sandbox), root));
+        sandbox
+    }
+
+    /// A sandbox with the number server.
+    pub(crate) fn with_server(&self) -> Arc<Sandbox> {
+        let sandbox = self.bare();
+        python(&sandbox, "number", SERVER);
+        eventually("the server answers", || get(&sandbox));
+        sandbox
+    }
+
+    /// A stopped sandbox to restore into.
+    pub(crate) fn stopped(&self) -> Arc<Sandbox> {
+        let id: SandboxId = unique("criu-fork").parse().unwrap();
+        let root = ScratchRoot::new(id.as_str()).unwrap();
+        let sandbox = self.host.prepare(Config::new(id, root.path())).unwrap();
+        self.boxes.lock().unwrap().push((Arc::clone(&sandbox), root));
+        sandbox
+    }
+
+    pub(crate) async fn capture_with(
+        &self,
+        sandbox: &Sandbox,
+        frozen: bool,
+        deadline: Option<Instant>,
+        at_cut: &mut dyn AtCut,
+    ) -> Result<Box<dyn Captured>> {
+        let described = sandbox.describe();
+        let request =
+            CaptureRequest { sandbox: &described, artifact: artifact_name(), parent: None, frozen, deadline, at_cut };
+        self.backend.capture(request).await
+    }
+
+    pub(crate) async fn capture(&self, sandbox: &Sandbox) -> Result<Box<dyn Captured>> {
+        self.capture_with(sandbox, false, None, &mut NoCut).await
+    }
+
+    pub(crate) async fn checkpoint(&self, sandbox: &Sandbox) -> Artifact {
+        self.capture(sandbox).await.unwrap().persist().await.unwrap()
+    }
+
+    pub(crate) async fn restore(&self, sandbox: &Sandbox, artifact: &Artifact) -> Result<Restored> {
+        let inherited = sandbox.inherit(&artifact.external)?;
+        let operation: OperationId = unique("restore").parse().unwrap();
+        let target =
+            RestoreTarget { sandbox: sandbox.describe(), operation, keep_replaced: None, inherited, deadline: None };
+        let restored = self.backend.restore(artifact, target).await?;
+        sandbox.adopt(restored.init.expect("a process backend names the init"))?;
+        Ok(restored)
+    }
+
+    /// Nothing is left of captures, whole or broken off.
+    #[track_caller]
+    pub(crate) fn assert_no_captures(&self) {
+        let parts = std::fs::read_dir(&self.captures).unwrap().flatten();
+        for part in parts.filter(|part| part.file_name().to_string_lossy().starts_with("owner-")) {
+            let left: Vec<_> = std::fs::read_dir(part.path()).unwrap().flatten().map(|e| e.file_name()).collect();
+            assert_eq!(left, ["lock"], "captures are left behind");
+        }
+    }
+}
+
+#[async_trait]
+impl BackendFixture for World {
+    fn backend(&self) -> Arc<dyn CheckpointBackend> {
+        Arc::clone(&self.backend) as Arc<dyn CheckpointBackend>
+    }
+
+    fn host(&self) -> Arc<dyn SandboxHost> {
+        Arc::new(GenerousHost(Arc::clone(&self.host)))
+    }
+
+    async fn sandbox(&self) -> SandboxId {
+        self.with_server().id()
+    }
+
+    async fn set(&self, id: &SandboxId, value: u64) {
+        set(&self.host.get(id).unwrap(), value);
+    }
+
+    async fn get(&self, id: &SandboxId) -> Option<u64> {
+        get(&*self.host.get(id).unwrap())
+    }
+
+    async fn fork_target(&self, _from: &SandboxId) -> Option<SandboxId> {
+        Some(self.stopped().id())
+    }
+}
+
+/// The example host, but it also gives to a sandbox that lives: the suite asks whether the *backend* refuses that.
+struct GenerousHost(Arc<ExampleHost>);
+
+#[async_trait]
+impl SandboxHost for GenerousHost {
+    async fn describe(&self, id: &SandboxId) -> Result<crab_core::Sandbox> {
+        self.0.describe(id).await
+    }
+    async fn freeze(&self, id: &SandboxId) -> Result<()> {
+        self.0.freeze(id).await
+    }
+    async fn thaw(&self, id: &SandboxId) -> Result<()> {
+        self.0.thaw(id).await
+    }
+    async fn kill(&self, id: &SandboxId) -> Result<()> {
+        self.0.kill(id).await
+    }
+    async fn condition(&self, id: &SandboxId) -> Result<Condition> {
+        self.0.condition(id).await
+    }
+    async fn inherit(&self, id: &SandboxId, external: &[External]) -> Result<Vec<InheritedFd>> {
+        if self.condition(id).await? == Condition::Stopped {
+            return self.0.inherit(id, external).await;
+        }
+        let give = |external: &External| {
+            let fd = match external {
+                External::NetworkNamespace { path } => std::fs::File::open(path).unwrap().into(),
+                _ => std::io::pipe().unwrap().1.into(),
+            };
+            InheritedFd { external: external.clone(), fd }
+        };
+        Ok(external.iter().map(give).collect())
+    }
+    async fn adopt(&self, id: &SandboxId, init: u32) -> Result<()> {
+        self.0.adopt(id, init).await
+    }
+    async fn relaunch(&self, id: &SandboxId) -> Result<()> {
+        self.0.relaunch(id).await
+    }
+}
