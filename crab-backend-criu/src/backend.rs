@@ -21,8 +21,8 @@ use crate::{area, cut, restore};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Connections {
-    /// They are saved and go on after a restore. Where both ends are in the sandbox that is exact; a peer outside has
-    /// moved on by then and resets the connection.
+    /// Those with both ends in the sandbox go on after a restore. Those to the outside are reset, since the peer has
+    /// moved on: a program gets an error from its next read or write and can connect again.
     #[default]
     Keep,
     /// They are closed after a restore.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use crate::backend::{Connections, Inner};
 use crate::cgroup::{Cgroup, FreezerGuard};
 use crate::cut::Cut;
 use crate::failure::CriuFailure;
-use crate::preflight::{self, Tree};
+use crate::preflight;
 use crate::program::{self, common_options};
 use crate::proto::{Kind, Options, Response};
 use crate::store::Reservation;
@@ -34,6 +35,7 @@ const FACT_INIT: &str = "init";
 const LOG: &str = "dump.log";
 /// Deleted files that are still open go into the image up to this size.
 const GHOST_LIMIT: u32 = 64 << 20;
+const LOOK: &str = "see that all processes are there, or restore the last version";
 /// CRIU's own limit for stopping the tasks, where the caller has none.
 const SEIZE_SECONDS: u32 = 10;
 
@@ -85,6 +87,8 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         notify_scripts: Some(true),
         ghost_limit: Some(GHOST_LIMIT),
         tcp_established: Some(inner.connections == Connections::Keep),
+        // Connections that nobody has accepted yet: their clients are reset at restore and try again.
+        tcp_skip_in_flight: Some(true),
         tcp_close: Some(inner.connections == Connections::Close),
         external,
         freeze_cgroup: Some(utf8(&sandbox.cgroup, "the cgroup's path")?),
@@ -93,9 +97,11 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
     };
     let binds = area.run_directory()?.into_iter().collect();
     let swrk = Swrk::start(&inner.program.path, Surroundings { binds, ..Surroundings::default() }, deadline)?;
+    swrk.shield_from_oom();
     let mut talk = Talk {
         swrk,
-        tree,
+        init: tree.init,
+        images: scratch.images(),
         deadline,
         // What CRIU does to the freezer is undone also where the caller froze.
         freezer: frozen.then(|| FreezerGuard::new(&cgroup, Some(caller))),
@@ -103,10 +109,11 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         cut: Some(cut),
         stopped_at: None,
         refusal: None,
+        held: false,
         tasks: 0,
     };
     let answer = talk.converse(options);
-    let Talk { swrk, freezer, stopped_at, refusal, tasks, tree, .. } = talk;
+    let Talk { swrk, freezer, stopped_at, refusal, held, tasks, cgroup, .. } = talk;
     // CRIU lets go of the tasks before it answers; one that did not answer is killed first, for the same.
     let ended = match &answer {
         Ok(_) => swrk.finish().map(|status| !status.success()).unwrap_or(true),
@@ -123,11 +130,12 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
             None => error,
         });
     }
-    if let Some(refusal) = refusal {
-        return Err(refusal);
-    }
     let what = format!("dump the processes of the sandbox {}", sandbox.id);
-    let answer = answer.map_err(|broken| broken.into_error(&what))?;
+    let answer = match (answer, refusal) {
+        (Err(broken), _) if held => return Err(injured(broken.into_error(&what), &cgroup)),
+        (_, Some(refusal)) => return Err(refusal),
+        (answer, None) => answer.map_err(|broken| broken.into_error(&what))?,
+    };
     if !answer.success || ended {
         let log = scratch.work().join(LOG);
         let text = std::fs::read(&log).unwrap_or_default();
@@ -151,6 +159,16 @@ fn facts(inner: &Inner, tasks: usize, init: u32) -> BTreeMap<String, String> {
         facts.insert(FACT_INIT.to_owned(), inside.to_string());
     }
     facts
+}
+
+/// CRIU ended while it had its own code in the tasks. That code mostly finds its way out alone, but not always.
+fn injured(error: Error, cgroup: &Cgroup) -> Error {
+    let condition = match cgroup.is_populated() {
+        Ok(false) => Condition::Stopped,
+        Ok(true) => return error.while_doing("processes may have been hurt").fix(LOOK),
+        Err(_) => Condition::Unknown,
+    };
+    error.while_doing("the sandbox was hurt").fix(LOOK).condition(condition)
 }
 
 /// A path as CRIU's messages carry it.
@@ -194,7 +212,8 @@ fn external_keys(sandbox: &Sandbox, init: u32) -> Result<Vec<String>> {
 /// The conversation of one dump.
 struct Talk {
     swrk: Swrk,
-    tree: Tree,
+    init: u32,
+    images: PathBuf,
     cgroup: Cgroup,
     deadline: Option<Instant>,
     freezer: Option<FreezerGuard>,
@@ -202,6 +221,8 @@ struct Talk {
     stopped_at: Option<Instant>,
     /// Why we broke the dump off.
     refusal: Option<Error>,
+    /// CRIU has begun to take hold of the tasks.
+    held: bool,
     tasks: usize,
 }
 
@@ -209,23 +230,39 @@ impl Talk {
     fn converse(&mut self, options: Options) -> Result<Response, Broken> {
         self.swrk.ask(Kind::Dump, Some(options))?;
         loop {
-            let message = self.swrk.hear()?;
+            let message = match self.swrk.hear() {
+                Err(Broken::TimedOut) if self.refusal.is_none() => {
+                    self.give_up();
+                    continue;
+                }
+                other => other?,
+            };
             if message.kind() != Kind::Notify {
                 return Ok(message);
             }
             let script = message.notify.and_then(|notify| notify.script).unwrap_or_default();
             let done = match script.as_str() {
-                "pre-dump" => self.stop(),
-                "post-dump" => self.at_cut(),
-                _ => Ok(()),
+                "pre-dump" | "post-dump" if self.refusal.is_some() => Ok(false),
+                "pre-dump" => self.stop().map(|()| true),
+                "post-dump" => self.at_cut().map(|()| true),
+                _ => Ok(true),
             };
-            let success = done.is_ok();
+            // CRIU lets the tasks go on by itself when told of a failure.
+            self.swrk.answer(done.as_ref().is_ok_and(|success| *success))?;
             if let Err(refusal) = done {
                 self.refusal = Some(refusal);
             }
-            // CRIU lets the tasks go on by itself when told of a failure.
-            self.swrk.answer(success)?;
         }
+    }
+
+    /// The deadline has passed. To kill CRIU now would be to leave its code in the tasks, of which they die now and
+    /// then. Without a directory to write to it fails by itself at the next image, and puts the tasks back first.
+    fn give_up(&mut self) {
+        self.refusal = Some(Broken::TimedOut.into_error("dump the processes"));
+        if let Err(error) = files::remove_all(&self.images) {
+            tracing::warn!(%error, "CRIU may not notice that its time is up");
+        }
+        self.swrk.give_grace();
     }
 
     /// CRIU is ready to stop the tasks. The freezer stops all of them at once and in a few milliseconds; left to
@@ -237,7 +274,9 @@ impl Talk {
             self.cgroup.freeze(self.deadline)?;
         }
         // What came in since the first look. CRIU would wait for it for ever.
-        preflight::membership(&self.cgroup, self.tree.init).map(drop)
+        preflight::membership(&self.cgroup, self.init)?;
+        self.held = true;
+        Ok(())
     }
 
     /// All is saved, and the tasks are still stopped.

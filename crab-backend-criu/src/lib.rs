@@ -36,6 +36,7 @@ mod procfs;
 mod program;
 mod proto;
 mod restore;
+mod sockets;
 mod stats;
 mod store;
 mod swrk;

@@ -140,7 +140,7 @@ fn look_at(pid: u32, descriptor: Descriptor, pipes: &mut BTreeMap<u64, Ends>) ->
             procfs::describe(pid)
         )));
     }
-    if let Some(inode) = pipe_inode(target) {
+    if let Some(inode) = procfs::link_inode(target, "pipe") {
         let ends = pipes.entry(inode).or_default();
         match (descriptor.readable, descriptor.writable) {
             (true, true) => *ends = Ends::default().both(pid, descriptor),
@@ -150,10 +150,6 @@ fn look_at(pid: u32, descriptor: Descriptor, pipes: &mut BTreeMap<u64, Ends>) ->
         }
     }
     Ok(())
-}
-
-fn pipe_inode(target: &str) -> Option<u64> {
-    target.strip_prefix("pipe:[")?.strip_suffix(']')?.parse().ok()
 }
 
 impl Ends {

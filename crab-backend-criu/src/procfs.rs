@@ -117,6 +117,11 @@ pub(crate) fn descriptors(pid: u32) -> Vec<Descriptor> {
     entries.flatten().filter_map(read).collect()
 }
 
+/// The number in a link such as `pipe:[12]`, where it is of that kind.
+pub(crate) fn link_inode(target: &str, kind: &str) -> Option<u64> {
+    target.strip_prefix(kind)?.strip_prefix(":[")?.strip_suffix(']')?.parse().ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

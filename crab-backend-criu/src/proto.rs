@@ -66,6 +66,8 @@ pub(crate) struct Options {
     pub(crate) freeze_cgroup: Option<String>,
     #[prost(uint32, optional, tag = "45")]
     pub(crate) timeout: Option<u32>,
+    #[prost(bool, optional, tag = "46")]
+    pub(crate) tcp_skip_in_flight: Option<bool>,
     #[prost(bool, optional, tag = "52")]
     pub(crate) tcp_close: Option<bool>,
     #[prost(int32, optional, tag = "64")]

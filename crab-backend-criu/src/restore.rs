@@ -20,7 +20,7 @@ use crate::store::{Body, Opened};
 use crate::swrk::{Broken, Swrk};
 use crate::sys::Surroundings;
 use crate::turns::Turn;
-use crate::{files, preflight};
+use crate::{files, preflight, sockets};
 
 const LOG: &str = "restore.log";
 /// Numbers below are the standard streams of the CRIU process.
@@ -113,6 +113,7 @@ pub(crate) fn run(inner: &Arc<Inner>, artifact: &Artifact, target: RestoreTarget
     // CRIU wants the root to be a mount of its own.
     let mut binds = vec![(bind.clone(), bind)];
     binds.extend(area.run_directory().map_err(stopped)?);
+    clear_addresses(&body, &keep);
     // A cgroup whose tasks were killed while frozen is still frozen, and CRIU would be when it goes in.
     cgroup.thaw().map_err(stopped)?;
     let entrance = Some(cgroup.entrance().map_err(stopped)?);
@@ -129,7 +130,7 @@ pub(crate) fn run(inner: &Arc<Inner>, artifact: &Artifact, target: RestoreTarget
         Err(error) => return Err(failed(&place, error.while_doing(&what))),
     };
     place.line = procfs::cgroup(swrk.pid());
-    let mut talk = Talk { swrk, place: &place, body: &body, refusal: None };
+    let mut talk = Talk { swrk, place: &place, body: &body, init: None, refusal: None };
     let answer = talk.converse(options);
     let Talk { swrk, refusal, .. } = talk;
     let ended_well = match &answer {
@@ -157,6 +158,18 @@ pub(crate) fn run(inner: &Arc<Inner>, artifact: &Artifact, target: RestoreTarget
     match outcome {
         Ok(init) => Ok(RestoredTree { place: Some(place), init, _turn: turn }),
         Err(error) => Err(failed(&place, error)),
+    }
+}
+
+/// Ends what the killed processes' connections left in the network namespace that the host gives.
+fn clear_addresses(body: &Body, keep: &[OwnedFd]) {
+    // They stand in the order of what is external.
+    let given = body.external.iter().zip(keep);
+    let network = given.filter(|(external, _)| matches!(external, External::NetworkNamespace { .. }));
+    for (_, namespace) in network {
+        if let Err(error) = sockets::clear_lingering(namespace) {
+            tracing::warn!(%error, "old connections may hold addresses that the restore needs");
+        }
     }
 }
 
@@ -216,11 +229,26 @@ fn is_in_place(init: u32, cgroup: &Cgroup) -> Result<()> {
     }
 }
 
+/// The tasks are whole and have not run yet: connections to the outside end here, before anybody reads from them.
+fn reset_strays(init: u32) {
+    let held = procfs::tree(init)
+        .into_iter()
+        .flat_map(procfs::descriptors)
+        .filter_map(|descriptor| procfs::link_inode(&descriptor.target, "socket"))
+        .collect();
+    let reset = std::fs::File::open(format!("/proc/{init}/ns/net"))
+        .and_then(|namespace| sockets::reset_strays(namespace, &held));
+    if let Err(error) = reset {
+        tracing::warn!(%error, "restored connections to the outside were not reset, and may hang");
+    }
+}
+
 /// The conversation of one restore.
 struct Talk<'a> {
     swrk: Swrk,
     place: &'a Place,
     body: &'a Body,
+    init: Option<u32>,
     /// Why we broke the restore off.
     refusal: Option<Error>,
 }
@@ -235,8 +263,13 @@ impl Talk<'_> {
             }
             let notify = message.notify.unwrap_or_default();
             let init = notify.pid.and_then(|pid| u32::try_from(pid).ok());
-            let done = match (notify.script.as_deref(), init) {
+            self.init = init.or(self.init);
+            let done = match (notify.script.as_deref(), self.init) {
                 (Some("post-restore"), Some(init)) => self.is_complete(init),
+                (Some("pre-resume"), Some(init)) => {
+                    reset_strays(init);
+                    Ok(())
+                }
                 _ => Ok(()),
             };
             let success = done.is_ok();

@@ -84,9 +84,20 @@ impl Swrk {
     /// Answers a notification. On a failure CRIU cleans up by itself, and gets time for that.
     pub(crate) fn answer(&mut self, success: bool) -> Result<(), Broken> {
         if !success {
-            self.deadline = self.deadline.map(|deadline| deadline.max(Instant::now() + GRACE));
+            self.give_grace();
         }
         self.send(&Request { kind: Kind::Notify.into(), opts: None, notify_success: Some(success) })
+    }
+
+    /// Gives CRIU time to clean up, where the deadline does not.
+    pub(crate) fn give_grace(&mut self) {
+        self.deadline = self.deadline.map(|deadline| deadline.max(Instant::now() + GRACE));
+    }
+
+    /// Keeps the kernel from ending it where memory is short.
+    pub(crate) fn shield_from_oom(&self) {
+        // Without the right to it the kernel's choice stays as it is.
+        let _ = std::fs::write(format!("/proc/{}/oom_score_adj", self.pid()), "-1000");
     }
 
     fn send(&self, request: &Request) -> Result<(), Broken> {

@@ -1,1 +1,116 @@
-//! To be written.
+//! What cannot be saved is refused by name before anything is stopped.
+
+use std::fs;
+use std::process::{Child, Command, Stdio};
+
+use crab_core::{Condition, ErrorKind, NoCut};
+use crab_examples::sandbox::Sandbox;
+
+use crate::support::{World, eventually, get, python, world};
+
+async fn refusal(world: &World, sandbox: &Sandbox) -> String {
+    let error = world.capture(sandbox).await.err().expect("it is refused");
+    assert_eq!(error.kind(), ErrorKind::NotCheckpointable, "{error}");
+    assert_eq!(error.sandbox_condition(), Some(Condition::Running));
+    assert_eq!(sandbox.condition().unwrap(), Condition::Running);
+    assert_eq!(get(sandbox), Some(0));
+    world.assert_no_captures();
+    error.to_string()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_io_uring_is_refused_with_its_process_and_descriptor() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    // io_uring_setup(8, zeroed parameters), and the descriptor's number to a file.
+    let program = "
+import ctypes, os, time
+fd = ctypes.CDLL(None, use_errno=True).syscall(425, 8, ctypes.create_string_buffer(256))
+with open('/root/ring', 'w') as f:
+    f.write(str(fd if fd >= 0 else -ctypes.get_errno()))
+time.sleep(1000)
+";
+    python(&sandbox, "ring", program);
+    let path = sandbox.root().join("root/ring");
+    let fd: i32 = eventually("the ring is made", || fs::read_to_string(&path).ok()?.parse().ok());
+    if fd < 0 {
+        println!("skipped: io_uring (the kernel refuses it)");
+        return;
+    }
+    let text = refusal(&world, &sandbox).await;
+    assert!(
+        text.contains("(python3)") && text.contains("io_uring") && text.contains(&format!("descriptor {fd}")),
+        "{text}"
+    );
+}
+
+/// A process of the host, ended with this value.
+struct Stranger(Child);
+
+impl Stranger {
+    fn in_cgroup_of(sandbox: &Sandbox) -> Self {
+        let child = Command::new("/bin/sleep").arg("1000").stdin(Stdio::null()).spawn().unwrap();
+        let stranger = Self(child);
+        fs::write(sandbox.cgroup().join("cgroup.procs"), stranger.0.id().to_string()).unwrap();
+        stranger
+    }
+}
+
+impl Drop for Stranger {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_task_outside_the_tree_is_refused_by_name() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    let stranger = Stranger::in_cgroup_of(&sandbox);
+    let text = refusal(&world, &sandbox).await;
+    let name = format!("process {} (sleep)", stranger.0.id());
+    assert!(text.contains(&name) && text.contains("not below its init"), "{text}");
+    drop(stranger);
+    world.checkpoint(&sandbox).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_task_that_left_the_cgroup_is_refused_by_name() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    let threads = fs::read_to_string(sandbox.cgroup().join("cgroup.procs")).unwrap();
+    let server = threads.lines().find(|pid| **pid != sandbox.init().unwrap().to_string()).unwrap().to_owned();
+    let elsewhere = sandbox.cgroup().with_file_name(format!("{}-elsewhere", sandbox.id()));
+    fs::create_dir(&elsewhere).unwrap();
+    fs::write(elsewhere.join("cgroup.procs"), &server).unwrap();
+    let text = refusal(&world, &sandbox).await;
+    fs::write(sandbox.cgroup().join("cgroup.procs"), &server).unwrap();
+    fs::remove_dir(&elsewhere).unwrap();
+    assert!(text.contains(&format!("process {server} (python3)")) && text.contains("not in its cgroup"), "{text}");
+    world.checkpoint(&sandbox).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tasks_in_child_cgroups_are_saved_too() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    let procs = fs::read_to_string(sandbox.cgroup().join("cgroup.procs")).unwrap();
+    let server = procs.lines().find(|pid| **pid != sandbox.init().unwrap().to_string()).unwrap();
+    let child = sandbox.cgroup().join("child");
+    fs::create_dir(&child).unwrap();
+    fs::write(child.join("cgroup.procs"), server).unwrap();
+    let artifact = world.checkpoint(&sandbox).await;
+    assert_eq!(get(&sandbox), Some(0));
+    sandbox.kill().unwrap();
+    world.restore(&sandbox, &artifact).await.unwrap();
+    assert_eq!(get(&sandbox), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sandbox_in_which_nothing_lives_is_no_input() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.stopped();
+    let error = world.capture_with(&sandbox, false, None, &mut NoCut).await.err().expect("it is refused");
+    assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
+}

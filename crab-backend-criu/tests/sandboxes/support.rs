@@ -25,11 +25,14 @@ server.bind(("127.0.0.1", 7000))
 server.listen(16)
 while True:
     client, _ = server.accept()
-    with client:
-        words = client.makefile().readline().split()
-        if words[:1] == ["set"]:
-            number = int(words[1])
-        client.sendall(f"{number}\n".encode())
+    try:
+        with client:
+            words = client.makefile().readline().split()
+            if words[:1] == ["set"]:
+                number = int(words[1])
+            client.sendall(f"{number}\n".encode())
+    except OSError:
+        pass
 "#;
 const PORT: u16 = 7000;
 
