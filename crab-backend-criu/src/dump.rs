@@ -21,7 +21,7 @@ use crate::store::Reservation;
 use crate::swrk::{Broken, Swrk};
 use crate::sys::Surroundings;
 use crate::turns::Caller;
-use crate::{files, procfs, stats};
+use crate::{files, locks, procfs, stats};
 
 /// The name that the network namespace has in the images.
 pub(crate) const NETWORK_KEY: &str = "extnet";
@@ -274,7 +274,8 @@ impl Talk {
             self.cgroup.freeze(self.deadline)?;
         }
         // What came in since the first look. CRIU would wait for it for ever.
-        preflight::membership(&self.cgroup, self.init)?;
+        let processes = preflight::membership(&self.cgroup, self.init)?;
+        locks::check(&processes)?;
         self.held = true;
         Ok(())
     }

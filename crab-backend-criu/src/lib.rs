@@ -20,6 +20,10 @@
 //! # Limits
 //! - **A Landlock domain is not restored**, and the kernel does not show which processes have one: a sandbox that
 //!   depends on Landlock must not be restored by this backend.
+//! - POSIX locks on a file that their holder also maps are lost at a restore. A sandbox that holds an exclusive one, such
+//!   as a transaction of SQLite in WAL mode, is refused until it is over; shared ones are lost silently.
+//! - CRIU puts code of its own into the tasks. Whoever kills CRIU in the middle of a dump may end some of them: so a
+//!   deadline does not kill it but makes it fail, and its end by other hands comes back as an error that says so.
 //! - A blocked `poll` may return early with `EINTR` after a capture.
 //! - The network configuration of a declared network namespace is the host's.
 //! - Images hold all of the processes' memory, secrets too: they are readable by their owner only.
@@ -31,6 +35,7 @@ mod cut;
 mod dump;
 mod failure;
 mod files;
+mod locks;
 mod preflight;
 mod procfs;
 mod program;

@@ -243,7 +243,7 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return;
         }
-        let sockets = inside(namespace.as_fd(), |diag| list(diag)).unwrap();
+        let sockets = inside(namespace.as_fd(), list).unwrap();
         let found = sockets.iter().find(|socket| u64::from(socket.inode) == inode).expect("it is listed");
         assert!(found.is_connection());
         assert_eq!(found.ends().1.1, listener.local_addr().unwrap().port().to_be_bytes());

@@ -1,11 +1,13 @@
 //! What processes hold, and how it comes back.
 
 use std::io::{BufRead, BufReader, Write};
+use std::sync::Arc;
 use std::time::Duration;
 
-use crab_core::{Condition, ErrorKind};
+use crab_core::{Advice, Condition, ErrorKind};
+use crab_examples::sandbox::Sandbox;
 
-use crate::support::{ask, background, eventually, get, python, run, set, world, world_with};
+use crate::support::{World, ask, background, eventually, get, python, run, set, world, world_with};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_listening_socket_answers_after_the_restore() {
@@ -103,7 +105,7 @@ async fn connections_to_the_host_do_not_hinder_a_restore() {
 const TRANSACTION: &str = "
 import fcntl, socket, sqlite3
 db = sqlite3.connect('/root/data.db', isolation_level=None)
-db.execute('PRAGMA journal_mode=WAL')
+db.execute('PRAGMA journal_mode=MODE')
 db.execute('CREATE TABLE t (n INTEGER)')
 db.execute('INSERT INTO t VALUES (1)')
 db.execute('BEGIN IMMEDIATE')
@@ -121,30 +123,50 @@ while True:
         client.sendall(str(db.execute('SELECT sum(n) FROM t').fetchone()[0]).encode())
 ";
 
+/// What another process of the sandbox sees of the database, and what happens when it writes.
+fn intrude(sandbox: &Sandbox) -> String {
+    let program = "import sqlite3; d = sqlite3.connect('/root/data.db', timeout=0.1); \
+                   print(d.execute('SELECT sum(n) FROM t').fetchone()[0]); d.execute('INSERT INTO t VALUES (9)')";
+    sandbox.exec(&format!("python3 -c \"{program}\" 2>&1")).unwrap().text()
+}
+
+fn in_transaction(world: &World, mode: &str) -> Arc<Sandbox> {
+    let sandbox = world.bare();
+    python(&sandbox, "transaction", &TRANSACTION.replace("MODE", mode));
+    eventually("the transaction is open", || ask(&sandbox, 7200, "sum").filter(|sum| sum == "3"));
+    sandbox
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_database_in_a_transaction_keeps_it_and_its_locks() {
     let Some(world) = world().await else { return };
-    let sandbox = world.bare();
-    python(&sandbox, "transaction", TRANSACTION);
-    eventually("the transaction is open", || ask(&sandbox, 7200, "sum").filter(|sum| sum == "3"));
+    let sandbox = in_transaction(&world, "DELETE");
     let artifact = world.checkpoint(&sandbox).await;
     sandbox.kill().unwrap();
     world.restore(&sandbox, &artifact).await.unwrap();
     assert_eq!(ask(&sandbox, 7200, "sum").as_deref(), Some("3"));
-    let other = "import sqlite3; d = sqlite3.connect('/root/data.db', timeout=0.1); \
-                 print(d.execute('SELECT sum(n) FROM t').fetchone()[0]); d.execute('INSERT INTO t VALUES (9)')";
-    let output = sandbox.exec(&format!("python3 -c \"{other}\" 2>&1")).unwrap();
-    assert!(output.text().starts_with("1\n"), "the rows are not committed: {}", output.text());
-    assert!(output.text().contains("locked"), "the write lock is held: {}", output.text());
+    let text = intrude(&sandbox);
+    assert!(text.lines().any(|line| line == "1"), "the row is not committed: {text}");
+    assert!(text.contains("locked"), "the write lock is held: {text}");
     assert!(!sandbox.exec("flock -n /root/lock true").unwrap().success(), "the other lock is held");
     assert_eq!(ask(&sandbox, 7200, "commit").as_deref(), Some("3"));
-    assert_eq!(
-        run(
-            &sandbox,
-            "python3 -c \"import sqlite3; print(sqlite3.connect('/root/data.db').execute('SELECT sum(n) FROM t').fetchone()[0])\""
-        ),
-        "3"
-    );
+    assert!(intrude(&sandbox).starts_with("3"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_exclusive_lock_that_a_restore_would_lose_is_refused_until_it_is_over() {
+    let Some(world) = world().await else { return };
+    let sandbox = in_transaction(&world, "WAL");
+    let error = world.capture(&sandbox).await.err().expect("it is refused");
+    assert_eq!(error.kind(), ErrorKind::NotCheckpointable, "{error}");
+    assert_eq!(error.advice(), Advice::Retry);
+    assert!(error.to_string().contains("/root/data.db-shm"), "{error}");
+    assert_eq!(sandbox.condition().unwrap(), Condition::Running);
+    assert_eq!(ask(&sandbox, 7200, "commit").as_deref(), Some("3"));
+    let artifact = world.checkpoint(&sandbox).await;
+    sandbox.kill().unwrap();
+    world.restore(&sandbox, &artifact).await.unwrap();
+    assert_eq!(ask(&sandbox, 7200, "sum").as_deref(), Some("3"));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,6 +7,7 @@ mod breaking;
 mod conforming;
 mod contents;
 mod externals;
+mod measuring;
 mod refusing;
 mod storing;
 mod support;

@@ -243,7 +243,7 @@ impl BackendFixture for World {
     }
 
     async fn get(&self, id: &SandboxId) -> Option<u64> {
-        get(&*self.host.get(id).unwrap())
+        get(&self.host.get(id).unwrap())
     }
 
     async fn fork_target(&self, _from: &SandboxId) -> Option<SandboxId> {
