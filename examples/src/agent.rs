@@ -58,7 +58,9 @@ impl Agent {
     /// The body of the request that would be sent now.
     #[must_use]
     pub fn request(&self) -> Vec<u8> {
-        json!({"model": "scripted", "max_tokens": 4096, "stream": true, "messages": self.messages}).to_string().into_bytes()
+        json!({"model": "scripted", "max_tokens": 4096, "stream": true, "messages": self.messages})
+            .to_string()
+            .into_bytes()
     }
 
     /// Takes the conversation back to its first `responses` responses and their results.
@@ -110,9 +112,8 @@ async fn post(address: SocketAddr, path: &str, body: Vec<u8>) -> Result<Vec<Valu
 
 async fn exchange(address: SocketAddr, path: &str, body: Vec<u8>) -> Result<Vec<Value>> {
     let broken = |e: hyper::Error| Error::new(ErrorKind::Io, "the connection to the model broke").caused_by(e).retry();
-    let stream = TcpStream::connect(address)
-        .await
-        .map_err(|e| Error::io(format!("reach the model at {address}"), e).retry())?;
+    let stream =
+        TcpStream::connect(address).await.map_err(|e| Error::io(format!("reach the model at {address}"), e).retry())?;
     let _ = stream.set_nodelay(true);
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(broken)?;
     let connection = tokio::spawn(connection);

@@ -175,10 +175,7 @@ impl Call {
                     (text("old"), text("content"))
                 })
                 .collect(),
-            None => vec![(
-                self.text("old").unwrap_or("").to_owned(),
-                self.text("content").unwrap_or("").to_owned(),
-            )],
+            None => vec![(self.text("old").unwrap_or("").to_owned(), self.text("content").unwrap_or("").to_owned())],
         };
         let program = "import json,sys\n\
             path, pairs = sys.argv[1], json.loads(sys.argv[2])\n\
