@@ -3,11 +3,13 @@
 //! Without the feature `failpoints` this is nothing.
 
 use std::fmt;
+#[cfg(feature = "failpoints")]
 use std::sync::Arc;
 
 use crab_core::Result;
 
 /// Called at each step with its name; an error becomes the step's error.
+#[cfg(feature = "failpoints")]
 pub type StepHook = Arc<dyn Fn(&'static str) -> Result<()> + Send + Sync>;
 
 #[derive(Clone, Default)]

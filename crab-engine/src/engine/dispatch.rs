@@ -1,0 +1,209 @@
+//! The scheduler at work: which requests wait for which job, and waking a job when its turn comes.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crab_core::{Error, ErrorKind, Exposure, GateExposure, Result, SandboxId, Verdict};
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use super::attached::Attached;
+use super::events::EventKind;
+use super::request::Request;
+use super::{FailurePolicy, Inner, checkpoint, meters};
+use crate::policy::Plan;
+use crate::scheduler::{JobId, Lane, Limits, Scheduler, Start};
+
+/// The lane in which a plan is captured.
+pub(super) fn lane(plan: Plan) -> Lane {
+    if plan.process { Lane::Process } else { Lane::Filesystem }
+}
+
+#[derive(Debug)]
+struct State {
+    scheduler: Scheduler<SandboxId>,
+    requests: HashMap<JobId, (SandboxId, Vec<Request>)>,
+    permits: HashMap<JobId, oneshot::Sender<()>>,
+}
+
+#[derive(Debug)]
+pub(super) struct Dispatch(Mutex<State>);
+
+impl Dispatch {
+    pub(super) fn new(limits: Limits) -> Self {
+        Self(Mutex::new(State { scheduler: Scheduler::new(limits), requests: HashMap::new(), permits: HashMap::new() }))
+    }
+
+    /// Whether no job waits or runs.
+    pub(super) fn is_idle(&self) -> bool {
+        self.0.lock().scheduler.is_idle()
+    }
+}
+
+impl Inner {
+    /// Queues a request. Where the queue is full it is given back with the error.
+    pub(super) fn submit(
+        self: &Arc<Self>,
+        mut request: Request,
+        plan: Plan,
+        urgent: bool,
+        exposure: Option<GateExposure>,
+    ) -> std::result::Result<(), Box<(Request, Error)>> {
+        let id = request.turn.sandbox.clone();
+        let turn = request.turn.number;
+        let boundary = request.boundary;
+        let waiting = request.waiting();
+        let submitted = {
+            let mut state = self.dispatch.0.lock();
+            let Ok(submitted) = state.scheduler.submit(&id, lane(plan), urgent) else {
+                let error = Error::new(ErrorKind::Full, "too many turns wait for a checkpoint")
+                    .fix("send fewer at once, or raise the limit of waiting requests");
+                return Err(Box::new((request, error)));
+            };
+            // The watcher waits for this lock before it can promote, so the request is in its place by then.
+            if let Some(exposure) = exposure {
+                let watcher = tokio::spawn(watch(self.clone(), submitted.job, request.turn.clone(), exposure, waiting));
+                request.watched_by(watcher.abort_handle());
+            }
+            state.requests.entry(submitted.job).or_insert_with(|| (id.clone(), Vec::new())).1.push(request);
+            submitted
+        };
+        if boundary {
+            self.emit(&id, EventKind::Queued { turn, shared: submitted.shared });
+        }
+        self.pump();
+        Ok(())
+    }
+
+    /// Starts what can start.
+    pub(super) fn pump(self: &Arc<Self>) {
+        let mut begin = Vec::new();
+        {
+            let mut state = self.dispatch.0.lock();
+            while let Some(Start { job, lane, begins }) = state.scheduler.start() {
+                if begins {
+                    if let Some((sandbox, _)) = state.requests.get(&job) {
+                        begin.push((job, sandbox.clone(), lane));
+                    }
+                } else if let Some(permit) = state.permits.remove(&job) {
+                    let _ = permit.send(());
+                }
+            }
+            meters::waiting(state.scheduler.waiting());
+        }
+        for (job, sandbox, lane) in begin {
+            tokio::spawn(checkpoint::run(self.clone(), job, sandbox, lane));
+        }
+    }
+
+    fn promote(self: &Arc<Self>, job: JobId) {
+        self.dispatch.0.lock().scheduler.promote(job);
+        self.pump();
+    }
+
+    /// Leaves the worker and waits for one of another lane.
+    pub(super) async fn advance(self: &Arc<Self>, job: JobId, lane: Lane, urgent: bool) -> Result<()> {
+        let (permit, granted) = oneshot::channel();
+        {
+            let mut state = self.dispatch.0.lock();
+            state.permits.insert(job, permit);
+            state.scheduler.advance(job, lane, urgent);
+        }
+        self.pump();
+        granted.await.map_err(|_| Error::new(ErrorKind::Cancelled, "the engine was closed"))
+    }
+
+    /// The turns that a job serves. They are complete once it has begun.
+    pub(super) fn turns_of(&self, job: JobId) -> Vec<(crab_core::Turn, bool)> {
+        let state = self.dispatch.0.lock();
+        state
+            .requests
+            .get(&job)
+            .map(|(_, requests)| requests.iter().map(|request| (request.turn.clone(), request.boundary)).collect())
+            .unwrap_or_default()
+    }
+
+    /// Fails the requests of a job that were made before the sandbox was restored or re-attached. An error where none
+    /// is left.
+    pub(super) fn drop_stale(&self, job: JobId, id: &SandboxId, current: &Arc<Attached>) -> Result<()> {
+        let gone = || Error::new(ErrorKind::Cancelled, format!("{id} was restored or detached meanwhile")).retry();
+        let (stale, left) = {
+            let mut state = self.dispatch.0.lock();
+            let Some((_, requests)) = state.requests.get_mut(&job) else { return Err(gone()) };
+            let (fresh, stale): (Vec<_>, Vec<_>) =
+                requests.drain(..).partition(|request| Arc::ptr_eq(&request.attached, current));
+            *requests = fresh;
+            (stale, requests.len())
+        };
+        self.fail(stale, &Arc::new(gone()), false);
+        if left == 0 { Err(gone()) } else { Ok(()) }
+    }
+
+    /// Ends a job and gives back its requests, which want their verdicts.
+    pub(super) fn finish(self: &Arc<Self>, job: JobId) -> Vec<Request> {
+        let mut state = self.dispatch.0.lock();
+        state.permits.remove(&job);
+        state.requests.remove(&job).map(|(_, requests)| requests).unwrap_or_default()
+    }
+
+    /// Lets the sandbox's next job start. Called after [`finish`](Self::finish), when the verdicts are given.
+    pub(super) fn release(self: &Arc<Self>, job: JobId) {
+        self.dispatch.0.lock().scheduler.finish(job);
+        self.pump();
+    }
+
+    /// Cancels what waits for this sandbox and has not begun; its gates fail.
+    pub(super) fn cancel(self: &Arc<Self>, id: &SandboxId, why: &str) {
+        let requests = {
+            let mut state = self.dispatch.0.lock();
+            let job = state.scheduler.cancel(id);
+            job.and_then(|job| state.requests.remove(&job)).map(|(_, requests)| requests).unwrap_or_default()
+        };
+        if requests.is_empty() {
+            return;
+        }
+        let error = Arc::new(Error::new(ErrorKind::Cancelled, format!("{id}: {why}")));
+        self.fail(requests, &error, false);
+        self.pump();
+    }
+
+    /// Gives the verdict of a failure to all of them, as the policy says.
+    pub(super) fn fail(&self, requests: Vec<Request>, error: &Arc<Error>, may_release: bool) {
+        let release = may_release && matches!(self.options.failure, FailurePolicy::BestEffort { .. });
+        for request in requests {
+            let (id, turn, boundary) = (request.turn.sandbox.clone(), request.turn.number, request.boundary);
+            if request.failed(error, release) && boundary {
+                meters::turn(if release { "unprotected" } else { "failed" });
+                self.emit(&id, EventKind::Failed { turn, error: error.clone(), released: release });
+            }
+        }
+    }
+}
+
+/// Promotes a job when its answer waits, and lets the answer go when it has waited long enough.
+async fn watch(
+    inner: Arc<Inner>,
+    job: JobId,
+    turn: crab_core::Turn,
+    exposure: GateExposure,
+    waiting: Arc<super::request::Waiting>,
+) {
+    // An abandoned gate needs no haste; the version is made all the same.
+    if exposure.wait().await != Exposure::Waiting {
+        return;
+    }
+    waiting.expose();
+    inner.emit(&turn.sandbox, EventKind::Promoted { turn: turn.number });
+    inner.promote(job);
+    if let FailurePolicy::BestEffort { max_hold } = inner.options.failure {
+        tokio::time::sleep(max_hold).await;
+        let error = Arc::new(
+            Error::new(ErrorKind::TimedOut, format!("turn {} waited {max_hold:?} for its version", turn.number))
+                .retry(),
+        );
+        if waiting.decide(Verdict::Unprotected(error.clone())) {
+            meters::turn("unprotected");
+            inner.emit(&turn.sandbox, EventKind::Failed { turn: turn.number, error, released: true });
+        }
+    }
+}
