@@ -1,5 +1,7 @@
 //! The inspector without BPF, on a real btrfs, real cgroups and real processes.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
 mod common;
 
 use std::time::Instant;
