@@ -32,6 +32,14 @@ pub(crate) enum Root {
 }
 
 impl Root {
+    /// The device number that its files bear.
+    pub(crate) fn device(&self) -> Option<u64> {
+        match self {
+            Self::Subvolume(subvolume) => subvolume.device().ok(),
+            Self::Other(_) => None,
+        }
+    }
+
     pub(crate) fn open(path: &Path) -> std::io::Result<Self> {
         Ok(match Subvolume::open(path)? {
             Some(subvolume) => Self::Subvolume(subvolume),

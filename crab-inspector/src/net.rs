@@ -123,6 +123,11 @@ pub(crate) struct Limits {
     pub(crate) bytes: u64,
 }
 
+impl Limits {
+    /// What a comparison may cost where nobody says otherwise.
+    pub(crate) const DEFAULT: Self = Self { inodes: 4096, bytes: 32 << 20 };
+}
+
 /// The line between the two states.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Since {

@@ -1,21 +1,17 @@
 //! The fallback that needs no BPF: it looks at what is there when it is asked.
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
 use crab_core::{
     Change, Delta, Effects, Error, Evidence, Rebase, Result, Sandbox, SandboxId, StateDelta, Token, Unknown,
 };
-use parking_lot::Mutex;
 
 use crate::filesystem::{self, Base, Mark, Root};
 use crate::ledger::Ledger;
 use crate::net::Limits;
-use crate::offload::offload;
-use crate::report;
+use crate::registry::Registry;
 use crate::tasks::Census;
 
 /// Sees changes by looking at the sandbox at each take, without events: sound, but slower and coarser than BPF.
@@ -35,8 +31,7 @@ use crate::tasks::Census;
 #[derive(Debug)]
 pub struct PollingInspector {
     limits: Limits,
-    tokens: AtomicU64,
-    sandboxes: Mutex<HashMap<SandboxId, Arc<Mutex<Watched>>>>,
+    sandboxes: Registry<Watched>,
 }
 
 #[derive(Debug)]
@@ -57,11 +52,7 @@ impl PollingInspector {
     /// An inspector that compares up to 4,096 files and 32 MiB of their content at a take.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            limits: Limits { inodes: 4096, bytes: 32 << 20 },
-            tokens: AtomicU64::new(0),
-            sandboxes: Mutex::new(HashMap::new()),
-        }
+        Self { limits: Limits::DEFAULT, sandboxes: Registry::new() }
     }
 
     /// The same with other limits to what is compared at a take. What is beyond counts as changed.
@@ -70,14 +61,6 @@ impl PollingInspector {
         self.limits = Limits { inodes: files, bytes };
         self
     }
-
-    fn watched(&self, id: &SandboxId) -> Option<Arc<Mutex<Watched>>> {
-        self.sandboxes.lock().get(id).cloned()
-    }
-
-    fn token(&self) -> u64 {
-        self.tokens.fetch_add(1, Ordering::Relaxed) + 1
-    }
 }
 
 #[async_trait]
@@ -85,36 +68,24 @@ impl StateDelta for PollingInspector {
     async fn attach(&self, sandbox: &Sandbox) -> Result<()> {
         let root =
             Root::open(&sandbox.root).map_err(|error| Error::io(format!("open {}", sandbox.root.display()), error))?;
-        let watched = Watched { root, cgroup: sandbox.cgroup.clone(), ledger: Ledger::new(self.token()), files: None };
-        self.sandboxes.lock().insert(sandbox.id.clone(), Arc::new(Mutex::new(watched)));
+        let watched =
+            Watched { root, cgroup: sandbox.cgroup.clone(), ledger: Ledger::new(self.sandboxes.token()), files: None };
+        self.sandboxes.insert(&sandbox.id, watched);
         Ok(())
     }
 
     async fn take(&self, id: &SandboxId) -> Delta {
-        let token = self.token();
-        let Some(watched) = self.watched(id) else {
-            return report::both(Unknown::NotAttached, token);
-        };
         let limits = self.limits;
-        let looked = offload("crab-inspector", move || watched.lock().take(token, limits)).await;
-        let delta = looked.unwrap_or_else(|| {
-            let why = "no thread could look".to_owned();
-            report::both(Unknown::Failed(why), token)
-        });
-        report::unknowns(id, &delta);
-        delta
+        self.sandboxes.take(id, move |watched, token| watched.take(token, limits)).await
     }
 
     async fn rebase(&self, id: &SandboxId, base: &Rebase) {
-        let Some(watched) = self.watched(id) else {
-            return;
-        };
         let base = base.clone();
-        offload("crab-inspector", move || watched.lock().rebase(&base)).await;
+        self.sandboxes.with(id, move |watched| watched.rebase(&base)).await;
     }
 
     async fn detach(&self, id: &SandboxId) {
-        self.sandboxes.lock().remove(id);
+        self.sandboxes.remove(id);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Which threads a sandbox has, and whether they ran.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::Path;
@@ -62,20 +62,41 @@ impl Census {
         Err(io::Error::other("threads come and go faster than they can be listed"))
     }
 
+    /// The processes that the threads belong to.
+    pub(crate) fn processes(&self) -> BTreeSet<u32> {
+        self.threads.values().map(|trace| trace.process).collect()
+    }
+
+    /// The name of a thread.
+    pub(crate) fn name_of(&self, tid: u32) -> Option<&str> {
+        self.threads.iter().find(|((id, _), _)| *id == tid).map(|(_, trace)| trace.name.as_str())
+    }
+
+    /// Which thread came or went since an earlier census. Threads that started in clock tick `until` or later count as
+    /// come since, also if the census caught them.
+    pub(crate) fn other_threads(&self, base: &Self, until: u64) -> Option<Evidence> {
+        let new = self.threads.iter().find(|(thread, _)| thread.1 >= until || !base.threads.contains_key(thread));
+        if let Some((thread, trace)) = new {
+            return Some(Evidence::NewTask(named(thread, trace)));
+        }
+        base.threads
+            .iter()
+            .find(|(thread, _)| !self.threads.contains_key(thread))
+            .map(|(thread, trace)| Evidence::GoneTask(named(thread, trace)))
+    }
+
     /// What is different from an earlier census: the first thing that proves that the processes may be in another
     /// state.
     pub(crate) fn since(&self, base: &Self) -> Option<Evidence> {
-        for (thread, trace) in &self.threads {
-            let Some(was) = base.threads.get(thread) else {
-                return Some(Evidence::NewTask(named(thread, trace)));
-            };
-            if trace.runnable || was.runnable || (trace.ran_for, trace.runs) != (was.ran_for, was.runs) {
-                return Some(Evidence::TaskRan(named(thread, trace)));
-            }
+        if let Some(evidence) = self.other_threads(base, u64::MAX) {
+            return Some(evidence);
         }
-        for (thread, trace) in &base.threads {
-            if !self.threads.contains_key(thread) {
-                return Some(Evidence::GoneTask(named(thread, trace)));
+        for (thread, trace) in &self.threads {
+            let ran = base.threads.get(thread).is_none_or(|was| {
+                trace.runnable || was.runnable || (trace.ran_for, trace.runs) != (was.ran_for, was.runs)
+            });
+            if ran {
+                return Some(Evidence::TaskRan(named(thread, trace)));
             }
         }
         // Threads that came and went may have written into the memory of those that stayed, or changed what the kernel

@@ -1,6 +1,6 @@
 //! The inspector without BPF, on a real btrfs, real cgroups and real processes.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod common;
 

@@ -51,6 +51,11 @@ impl Subvolume {
         ioctl::subvolume_info(&self.fd)
     }
 
+    /// The device number that its files bear.
+    pub(crate) fn device(&self) -> io::Result<u64> {
+        Ok(rustix::fs::fstat(&self.fd)?.st_dev)
+    }
+
     /// Commits what was written, so that the generation tells the truth, and reads it.
     pub(crate) fn settled(&self) -> io::Result<SubvolumeInfo> {
         rustix::fs::syncfs(&self.fd)?;

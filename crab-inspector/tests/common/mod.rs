@@ -1,5 +1,5 @@
 //! Real file systems, cgroups and processes for tests. All of them go away when their guard is dropped.
-#![allow(dead_code)]
+#![allow(dead_code, clippy::unwrap_used, clippy::expect_used)]
 
 use std::fs;
 use std::io::Write as _;

@@ -1,0 +1,71 @@
+/* SPDX-License-Identifier: MIT OR Apache-2.0 OR GPL-2.0-only */
+/* What the programs and the library both know. The library's side is src/bpf/layout.rs. */
+#pragma once
+
+/* So many sandboxes can be watched at once. */
+#define MOST_SANDBOXES 1024
+/* So many intervals of a sandbox are kept apart here; the library reads each before it is used anew. */
+#define SLOTS 4
+/* Pipes are noted in a filter of so many words; its bits for a pipe are in layout.rs too. */
+#define PIPE_WORDS 128
+#define MOST_DESTINATIONS 4
+/* Different depths of cgroups under which sandboxes lie. */
+#define MOST_LEVELS 4
+
+/* What stays behind of a task that is gone. */
+enum left {
+	/* A system call changed state that the kernel holds. */
+	LEFT_KERNEL = 1 << 0,
+	/* Data or a connection went to a socket: local internet, unix, another family. */
+	LEFT_INET = 1 << 2,
+	LEFT_UNIX = 1 << 3,
+	/* A terminal or another device was written to. */
+	LEFT_DEVICE = 1 << 4,
+	/* A task used the 32-bit system calls, whose numbers are not known here. */
+	LEFT_COMPAT = 1 << 5,
+	/* Data left the sandbox, or may have. */
+	LEFT_SENT = 1 << 6,
+	/* More destinations than fit. */
+	LEFT_SENT_OVERFLOW = 1 << 7,
+	/* A file descriptor could not be followed to its file. */
+	LEFT_UNREADABLE = 1 << 8,
+};
+
+struct destination {
+	u8 address[16];
+	u16 port;
+	u16 family;
+};
+
+/* What happened in one interval between two looks at a sandbox. */
+struct slot {
+	/* The interval's number. */
+	u64 epoch;
+	/* When it began, in nanoseconds since boot. */
+	u64 begin;
+	/* The start time of the oldest task that did something, that ran. All ones: none. */
+	u64 oldest_actor;
+	u64 oldest_runner;
+	/* CPU time of tasks older than the interval. */
+	u64 cpu;
+	/* Of the oldest actor: its id, and the system call or the negated signal. */
+	u32 actor;
+	s32 act;
+	/* The same for what was left in the kernel. */
+	s32 left_act;
+	/* enum left */
+	u32 left;
+	u32 destination_count;
+	u32 pad;
+	u64 pipes[PIPE_WORDS];
+	struct destination destinations[MOST_DESTINATIONS];
+};
+
+/* What a CPU runs. */
+struct on_cpu {
+	/* 0: nothing of a sandbox; all ones: not known yet; else the index plus one. */
+	u32 sandbox;
+	u32 pad;
+	u64 since;
+	u64 started;
+};

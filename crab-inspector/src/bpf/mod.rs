@@ -1,0 +1,6 @@
+//! Evidence from the kernel: the programs of `bpf/`, loaded and read.
+
+mod kernel;
+pub(crate) mod layout;
+
+pub(crate) use kernel::{Kernel, Registered, try_programs};

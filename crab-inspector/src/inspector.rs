@@ -1,0 +1,466 @@
+//! The inspector with BPF.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use crab_core::{
+    Change, Delta, Effects, Error, Evidence, Rebase, Result, Sandbox, SandboxId, StateDelta, Token, Unknown,
+};
+
+use crate::bpf::layout::{Destination, NOBODY, left};
+use crate::bpf::{Kernel, Registered};
+use crate::filesystem::{self, Base, Mark, Root};
+use crate::history::{History, Interval, nobody_before};
+use crate::holdings::Holdings;
+use crate::ledger::Ledger;
+use crate::mounts::{self, Mounts};
+use crate::net::{Difference, Limits};
+use crate::registry::Registry;
+use crate::tasks::Census;
+
+/// When processes that the version holds count as unchanged although they ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ProcessRule {
+    /// If they only waited: every system call was one of waiting that ended by time, by a freeze, or with nothing to
+    /// take, or managed private memory; no signal came; no shared memory could be stored to; and all of them together
+    /// used less CPU than the bound since the version. The first process of a pid namespace may also collect children
+    /// that are not the version's. A restore would bring back processes that do the same again.
+    Waiting {
+        /// CPU time of all tasks of the version, since the version.
+        cpu: Duration,
+    },
+    /// Never.
+    Strict,
+}
+
+impl Default for ProcessRule {
+    fn default() -> Self {
+        Self::Waiting { cpu: Duration::from_millis(50) }
+    }
+}
+
+/// Settings of an [`Inspector`].
+#[derive(Clone, Debug)]
+pub struct InspectorBuilder {
+    rule: ProcessRule,
+    limits: Limits,
+    coordinators: Vec<SocketAddr>,
+}
+
+impl InspectorBuilder {
+    /// When processes that ran count as unchanged.
+    #[must_use]
+    pub fn process_rule(mut self, rule: ProcessRule) -> Self {
+        self.rule = rule;
+        self
+    }
+
+    /// How many files, and how many bytes of them, are compared at a take. What is beyond counts as changed.
+    #[must_use]
+    pub fn limits(mut self, files: usize, bytes: u64) -> Self {
+        self.limits = Limits { inodes: files, bytes };
+        self
+    }
+
+    /// An address of the coordinator as sandboxes see it: what is sent there is no external effect.
+    #[must_use]
+    pub fn coordinator(mut self, address: SocketAddr) -> Self {
+        self.coordinators.push(address);
+        self
+    }
+
+    /// Loads the programs into the kernel. They go when the inspector is dropped. One inspector serves all sandboxes of
+    /// a host: loading takes a quarter of a second, and every system call of the host pays for each that is loaded.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crab_core::ErrorKind::Unsupported) where the kernel or the privileges do not allow
+    /// it; [`Inspector::probe`] says what is missing.
+    pub fn load(self) -> Result<Inspector> {
+        Ok(Inspector { settings: Arc::new(self), kernel: Arc::new(Kernel::load()?), sandboxes: Registry::new() })
+    }
+}
+
+/// Sees what sandboxes change by BPF programs on the scheduler, on signals and on the end of system calls.
+///
+/// The programs note, per sandbox and per interval between two takes, when the oldest task that did something started,
+/// when the oldest that ran did, how much CPU older tasks used, and what was done that outlives a task that is gone.
+/// That is map state of fixed size: there is no queue that could overflow. Whether a task of a version did something is
+/// a comparison of two times.
+///
+/// **Processes** are unchanged if
+/// - the sandbox has the same threads as the version, and
+/// - none of them did anything: see [`ProcessRule`], and
+/// - nothing that came and went left anything behind: in kernel state (ipc, mounts, memory or limits of others, keys),
+///   in a pipe, socket or terminal that a process of the version holds, or in a tmpfs.
+///
+/// **Files** are judged as by [`PollingInspector`](crate::PollingInspector). Files that changed while a process of the
+/// version holds them, or a path that leads to them, make the processes changed too ([`Evidence::Crossing`]).
+///
+/// Limits: a process outside the sandbox that writes into the memory of one inside, or into a pipe or socket of one that
+/// does not wait for it, is not seen; nor is a change to a network namespace.
+#[derive(Debug)]
+pub struct Inspector {
+    settings: Arc<InspectorBuilder>,
+    kernel: Arc<Kernel>,
+    sandboxes: Registry<Watched>,
+}
+
+impl Inspector {
+    /// Loads an inspector with default settings.
+    ///
+    /// # Errors
+    /// As [`InspectorBuilder::load`].
+    pub fn load() -> Result<Self> {
+        Self::builder().load()
+    }
+
+    /// Settings to change before loading.
+    #[must_use]
+    pub fn builder() -> InspectorBuilder {
+        InspectorBuilder { rule: ProcessRule::default(), limits: Limits::DEFAULT, coordinators: Vec::new() }
+    }
+
+    /// What this host offers.
+    #[must_use]
+    pub fn probe() -> crate::Probe {
+        crate::Probe::run()
+    }
+}
+
+#[async_trait]
+impl StateDelta for Inspector {
+    async fn attach(&self, sandbox: &Sandbox) -> Result<()> {
+        let root =
+            Root::open(&sandbox.root).map_err(|error| Error::io(format!("open {}", sandbox.root.display()), error))?;
+        // The old watch first: its cgroup may be the same one.
+        self.sandboxes.remove(&sandbox.id);
+        let watched = Watched {
+            settings: self.settings.clone(),
+            registered: self.kernel.register(&sandbox.cgroup, now())?,
+            kernel: self.kernel.clone(),
+            device: root.device().unwrap_or(0),
+            root,
+            cgroup: sandbox.cgroup.clone(),
+            ledger: Ledger::new(self.sandboxes.token()),
+            files: None,
+            history: History::default(),
+            last: None,
+            holdings: None,
+        };
+        self.sandboxes.insert(&sandbox.id, watched);
+        Ok(())
+    }
+
+    async fn take(&self, id: &SandboxId) -> Delta {
+        self.sandboxes.take(id, Watched::take).await
+    }
+
+    async fn rebase(&self, id: &SandboxId, base: &Rebase) {
+        let base = base.clone();
+        self.sandboxes.with(id, move |watched| watched.rebase(&base)).await;
+    }
+
+    async fn detach(&self, id: &SandboxId) {
+        self.sandboxes.remove(id);
+    }
+}
+
+/// What a take saw of the processes.
+#[derive(Clone, Debug)]
+struct Seen {
+    /// The interval that began with the take, and when.
+    epoch: u64,
+    time: u64,
+    census: Arc<Census>,
+    mounts: Arc<Mounts>,
+}
+
+#[derive(Debug)]
+struct Watched {
+    settings: Arc<InspectorBuilder>,
+    kernel: Arc<Kernel>,
+    registered: Registered,
+    root: Root,
+    device: u64,
+    cgroup: PathBuf,
+    ledger: Ledger<Option<Mark>, Option<Seen>>,
+    files: Option<Base>,
+    history: History,
+    last: Option<Seen>,
+    /// What the processes of the version hold, once it was needed. It stays true while they do nothing.
+    holdings: Option<Arc<Holdings>>,
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.kernel.unregister(&self.registered);
+    }
+}
+
+/// Nanoseconds of a clock tick, in which `/proc` gives times.
+const TICK: u64 = 10_000_000;
+
+/// Nanoseconds since boot, as the kernel dates the start of tasks.
+fn now() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    // Neither part is negative.
+    now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
+}
+
+impl Watched {
+    fn take(&mut self, token: u64) -> Delta {
+        let seen = self.look();
+        let (mut process, seen) = match seen {
+            Ok(seen) => (self.judge(&seen), Some(seen)),
+            Err(error) => {
+                let why = format!("cannot look at the processes: {error}");
+                (Change::Unknown(Unknown::Failed(why)), None)
+            }
+        };
+        let files = filesystem::look(&self.root, self.files.as_mut(), self.settings.limits);
+        let mut filesystem = files.change;
+        if let Some(alien) = seen.as_ref().and_then(|seen| seen.mounts.alien.as_ref()) {
+            let why = format!("the sandbox can write to {alien}");
+            filesystem = Change::Unknown(Unknown::Unobservable(why));
+        }
+        if process == Change::Unchanged && filesystem.needs_checkpoint() {
+            process = self.crossing(files.difference.as_ref()).unwrap_or_else(|error| failed(&error));
+        }
+        let effects = self.effects();
+        self.ledger.record(token, files.mark, seen);
+        Delta { filesystem, process, effects, token: Token(token) }
+    }
+
+    /// Reads what the programs noted, and looks at the tasks where any ran.
+    fn look(&mut self) -> io::Result<Seen> {
+        let time = now();
+        match self.kernel.read(&mut self.registered, time) {
+            Ok(reading) => {
+                for (i, slot) in reading.slots.iter().enumerate() {
+                    let mut interval = Interval::from(slot);
+                    let newest = i + 1 == reading.slots.len();
+                    for (started, since) in reading.running.iter().filter(|_| newest) {
+                        interval.oldest_runner = interval.oldest_runner.min(*started);
+                        if *started < slot.begin {
+                            interval.cpu += time.saturating_sub(*since);
+                        }
+                    }
+                    if reading.blind && newest {
+                        interval.oldest_runner = 0;
+                        interval.cpu = u64::MAX;
+                    }
+                    self.history.add(interval);
+                }
+                debug_assert_eq!(reading.epoch, self.registered.epoch());
+            }
+            Err(error) => {
+                self.last = None;
+                self.history.add(Interval {
+                    oldest_actor: 0,
+                    oldest_runner: 0,
+                    left: left::KERNEL,
+                    ..Interval::quiet(self.registered.epoch())
+                });
+                return Err(io::Error::other(error));
+            }
+        }
+        let epoch = self.registered.epoch();
+        let quiet = self.last.as_ref().filter(|last| self.history.since(last.epoch).oldest_runner == NOBODY);
+        let (census, mounts) = match quiet {
+            Some(last) => (last.census.clone(), last.mounts.clone()),
+            None => {
+                self.last = None;
+                let census = Census::take(&self.cgroup)?;
+                let mounts = mounts::look(&census.processes(), self.device)?;
+                (Arc::new(census), Arc::new(mounts))
+            }
+        };
+        let seen = Seen { epoch, time, census, mounts };
+        self.last = Some(seen.clone());
+        Ok(seen)
+    }
+
+    fn base(&self) -> Option<&Seen> {
+        self.ledger.process.mark.as_ref()?.as_ref()
+    }
+
+    fn judge(&mut self, seen: &Seen) -> Change {
+        let Some(base) = self.base().cloned() else {
+            return Change::Unknown(Unknown::NoBase);
+        };
+        let since = self.history.since(base.epoch);
+        self.compare(seen, &base, &since).unwrap_or_else(|error| failed(&error))
+    }
+
+    /// The rules, the cheap ones first.
+    fn compare(&mut self, seen: &Seen, base: &Seen, since: &Interval) -> io::Result<Change> {
+        if since.left & left::COMPAT != 0 {
+            let why = "a 32-bit process ran".to_owned();
+            return Ok(Change::Unknown(Unknown::Unobservable(why)));
+        }
+        if !nobody_before(since.oldest_actor, base.time) {
+            let name = base.census.name_of(since.actor).unwrap_or("?");
+            let what =
+                if since.act < 0 { format!("signal {}", -since.act) } else { format!("system call {}", since.act) };
+            return changed(Evidence::TaskRan(format!("{} ({name}), {what}", since.actor)));
+        }
+        if let Some(evidence) = seen.census.other_threads(&base.census, base.time / TICK) {
+            return changed(evidence);
+        }
+        // Nobody ran, or nobody is left whom it could matter to.
+        if since.oldest_runner == NOBODY || seen.census.threads.is_empty() {
+            return Ok(Change::Unchanged);
+        }
+        if !nobody_before(since.oldest_runner, base.time) {
+            let ran = |what: String| changed(Evidence::TaskRan(what));
+            match self.settings.rule {
+                ProcessRule::Strict => return ran("of the version".to_owned()),
+                ProcessRule::Waiting { cpu } => {
+                    let used = Duration::from_nanos(since.cpu);
+                    if used > cpu {
+                        return ran(format!("of the version, for {used:.0?}"));
+                    }
+                    if let Some(memory) = &self.holdings(base)?.shared_memory {
+                        return ran(format!("of the version, and can write to {memory}"));
+                    }
+                }
+            }
+        }
+        if let Some(what) = self.left_behind(base, since)? {
+            return changed(what);
+        }
+        match (&seen.mounts.tmpfs, &base.mounts.tmpfs) {
+            (Ok(now), Ok(was)) if now == was => Ok(Change::Unchanged),
+            (Ok(_), Ok(_)) => changed(Evidence::Kernel("files in a tmpfs differ".to_owned())),
+            (Err(why), _) | (_, Err(why)) => changed(Evidence::Kernel(format!("a tmpfs was not compared: {why}"))),
+        }
+    }
+
+    fn holdings(&mut self, base: &Seen) -> io::Result<Arc<Holdings>> {
+        if let Some(held) = &self.holdings {
+            return Ok(held.clone());
+        }
+        let held = Arc::new(Holdings::look(&base.census.processes(), self.device)?);
+        self.holdings = Some(held.clone());
+        Ok(held)
+    }
+
+    /// What tasks that are gone left behind for those that stayed.
+    fn left_behind(&mut self, base: &Seen, since: &Interval) -> io::Result<Option<Evidence>> {
+        let has = |what: u32| since.left & what != 0;
+        if has(left::KERNEL) {
+            let what = format!("system call {} changed state of the kernel", since.left_act);
+            return Ok(Some(Evidence::Kernel(what)));
+        }
+        if has(left::UNREADABLE) {
+            let what = "a file descriptor could not be followed".to_owned();
+            return Ok(Some(Evidence::Kernel(what)));
+        }
+        let any = left::INET | left::UNIX | left::DEVICE;
+        if !has(any) && since.pipes.is_empty() {
+            return Ok(None);
+        }
+        let held = self.holdings(base)?;
+        let processes: BTreeSet<u32> = base.census.processes();
+        let crossing = |what: &str| Ok(Some(Evidence::Crossing(what.to_owned())));
+        if held.pipes.iter().any(|pipe| since.pipes.may_hold(*pipe)) {
+            return crossing("data went through a pipe that a process of the version holds");
+        }
+        if has(left::DEVICE) && held.terminal {
+            return crossing("a terminal was written to that a process of the version holds");
+        }
+        if has(left::UNIX) && held.holds_unix_sockets(&processes)? {
+            return crossing("data went to unix sockets, and processes of the version hold some");
+        }
+        if has(left::INET) && held.data_waits(&processes)? {
+            return crossing("data waits in a socket that a process of the version holds");
+        }
+        Ok(None)
+    }
+
+    /// Whether processes that stayed hold something of the files that changed.
+    fn crossing(&mut self, difference: Option<&Difference>) -> io::Result<Change> {
+        let Some(base) = self.base().cloned() else {
+            return Ok(Change::Unchanged);
+        };
+        if base.census.threads.is_empty() {
+            return Ok(Change::Unchanged);
+        }
+        let held = self.holdings(&base)?;
+        let what = match difference {
+            _ if held.watches => Some("a process of the version watches files".to_owned()),
+            Some(difference) => {
+                held.touched_by(difference, self.device).map(|path| format!("a process of the version holds {path}"))
+            }
+            None => held
+                .holds_files()
+                .then(|| "processes of the version hold files, and which ones changed is not known".into()),
+        };
+        Ok(what.map_or(Change::Unchanged, |what| Change::Changed(Evidence::Crossing(what))))
+    }
+
+    /// What left the sandbox since the processes' base.
+    fn effects(&self) -> Effects {
+        let since = self.history.since(self.base().map_or(0, |base| base.epoch));
+        let known = &self.settings.coordinators;
+        let destinations: Vec<SocketAddr> =
+            since.destinations.iter().map(address).filter(|to| !known.contains(to)).collect();
+        let sent = !destinations.is_empty() || since.left & left::SENT_OVERFLOW != 0;
+        Effects { sent: Some(sent), destinations }
+    }
+
+    fn rebase(&mut self, base: &Rebase) {
+        let (files, processes) = self.ledger.rebase(base.token, base.filesystem, base.process);
+        if files {
+            let mark = self.ledger.filesystem.mark.clone().flatten();
+            self.files = filesystem::base(&self.root, base.tree.as_ref(), mark);
+        }
+        if processes {
+            self.holdings = None;
+            if let Some(epoch) = self.base().map(|base| base.epoch) {
+                self.history.forget_before(epoch);
+            }
+        }
+    }
+}
+
+fn changed(evidence: Evidence) -> io::Result<Change> {
+    Ok(Change::Changed(evidence))
+}
+
+fn failed(error: &io::Error) -> Change {
+    let why = format!("cannot look at the processes: {error}");
+    Change::Unknown(Unknown::Failed(why))
+}
+
+fn address(to: &Destination) -> SocketAddr {
+    let ip = if to.family == 2 {
+        let [a, b, c, d, ..] = to.address;
+        IpAddr::V4(Ipv4Addr::new(a, b, c, d))
+    } else {
+        let ip = Ipv6Addr::from(to.address);
+        ip.to_ipv4_mapped().map_or(IpAddr::V6(ip), IpAddr::V4)
+    };
+    SocketAddr::new(ip, u16::from_be(to.port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn destinations_are_read() {
+        let mut to = Destination { family: 2, port: 443u16.to_be(), ..Destination::default() };
+        to.address[..4].copy_from_slice(&[192, 0, 2, 7]);
+        assert_eq!(address(&to), "192.0.2.7:443".parse().unwrap());
+        to.family = 10;
+        to.address = Ipv4Addr::new(192, 0, 2, 7).to_ipv6_mapped().octets();
+        assert_eq!(address(&to), "192.0.2.7:443".parse().unwrap());
+    }
+}
