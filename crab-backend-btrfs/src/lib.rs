@@ -35,8 +35,17 @@ mod ioctl;
 mod journal;
 mod locks;
 mod restore;
+#[cfg(test)]
+mod restore_cut_short;
 pub mod subvolume;
 mod uuid;
 mod versions;
 
 pub use backend::BtrfsBackend;
+
+// The tests' support is shared with the tests outside of the crate, which know it by this name.
+#[cfg(test)]
+extern crate self as crab_backend_btrfs;
+#[cfg(test)]
+#[path = "../tests/support/mod.rs"]
+mod support;
