@@ -26,6 +26,7 @@
 
 mod cgroup;
 mod engine;
+mod nonce;
 mod report;
 mod steps;
 

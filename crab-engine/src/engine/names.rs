@@ -1,17 +1,8 @@
 //! Names that the engine gives: artifacts and the backends' view of an operation. Pure but for the randomness.
 
-use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::SystemTime;
-
 use crab_core::{ArtifactId, OperationId, Result, VersionId};
 
-/// 64 bits that no other call, also in another process, gives again in practice.
-fn nonce() -> u64 {
-    static COUNTER: AtomicU64 = AtomicU64::new(0);
-    let count = COUNTER.fetch_add(1, Ordering::Relaxed);
-    RandomState::new().hash_one((count, std::process::id(), SystemTime::now()))
-}
+use crate::nonce::nonce;
 
 /// `v12-0123456789abcdef`: the version that it is meant for, and a part that makes every attempt's name its own.
 pub(super) fn artifact(version: VersionId) -> Result<ArtifactId> {

@@ -4,11 +4,12 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crab_core::{Error, ErrorKind, Result};
 
 use super::io_error;
+use crate::nonce::nonce;
 use crate::steps::Steps;
 
 /// What an unfinished write is called. Nobody else makes such names in a store.
@@ -19,7 +20,6 @@ pub(super) const TEMPORARY: &str = ".crab-tmp-";
 #[derive(Debug, Default)]
 pub(super) struct Writer {
     poisoned: AtomicBool,
-    counter: AtomicU64,
     pub(super) steps: Steps,
 }
 
@@ -60,8 +60,9 @@ impl Writer {
         let before = |error: Error| WriteFailed { error, maybe_written: false };
         let after = |error: Error| WriteFailed { error, maybe_written: true };
         self.check().map_err(before)?;
-        let number = self.counter.fetch_add(1, Ordering::Relaxed);
-        let temporary = dir.join(format!("{TEMPORARY}{}-{number}", std::process::id()));
+        // Not the pid: in a container every engine may have the same one, and what a dead one left must not be in the
+        // way.
+        let temporary = dir.join(format!("{TEMPORARY}{:016x}", nonce()));
         let written = self.write_temporary(&temporary, text);
         if let Err(error) = written {
             // Best effort: what stays is removed when the store is opened.
