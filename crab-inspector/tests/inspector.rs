@@ -479,3 +479,52 @@ fn deciding_is_quick() {
     measure(&bench, "a tool read", Some("ls -lR >/dev/null"));
     measure(&bench, "a tool made and removed a file", Some("echo x > x; rm x"));
 }
+
+/// Set CRAB_CRIU to try with a CRIU that is not in the path.
+#[test]
+fn a_dump_is_not_the_sandboxes_doing() {
+    let Some(mut bench) = bench() else { return };
+    let criu = std::env::var("CRAB_CRIU").unwrap_or_else(|_| "criu".to_owned());
+    if !has(&criu) || !has("setsid") {
+        println!("skipped: criu");
+        return;
+    }
+    let program = bench.image.path.join("server.py");
+    fs::write(
+        &program,
+        "import select, socket, threading, time
+threading.Thread(target=time.sleep, args=(1000,)).start()
+s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()
+e = select.epoll(); e.register(s, select.EPOLLIN)
+while True: e.poll(0.05 if e.fileno() % 2 else 1000)
+",
+    )
+    .unwrap();
+    bench.sh(&format!("setsid python3 {} </dev/null >/dev/null 2>&1 &", program.display()));
+    sleep(Duration::from_millis(500));
+    let processes = fs::read_to_string(bench.cgroup.path.join("cgroup.procs")).unwrap();
+    let images = bench.image.path.join("images");
+    fs::create_dir(&images).unwrap();
+    bench.cgroup.freeze(true);
+    let before = bench.take().token;
+    let tree = bench.snapshot();
+    shell(
+        &images,
+        &format!(
+            "{criu} dump -t {} -D {} -R -v1 -o dump.log --manage-cgroups=ignore --network-lock skip --file-locks \
+             --freeze-cgroup {}",
+            processes.trim(),
+            images.display(),
+            bench.cgroup.path.display()
+        ),
+    );
+    let after = bench.take().token;
+    bench.cgroup.freeze(false);
+    bench.rebase(before, true, true, Some(tree.clone()));
+    println!("from before the dump: {}", bench.take().process);
+    bench.rebase(after, true, true, Some(tree));
+    for _ in 0..3 {
+        sleep(Duration::from_millis(100));
+        assert_clean(&bench, "from after the dump");
+    }
+}
