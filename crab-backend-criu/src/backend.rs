@@ -41,7 +41,9 @@ pub enum Connections {
 /// ```
 ///
 /// Blocking work runs on the blocking threads of the tokio runtime that calls are made in; the runtime's time must be
-/// enabled. A call whose future is dropped undoes there what it began.
+/// enabled. A call whose future is dropped undoes there what it began, which takes a moment: captures and restores of
+/// the same sandbox wait for that, and who restores into it by other means after a dropped restore must wait until its
+/// cgroup is empty.
 #[derive(Clone, Debug)]
 pub struct CriuBackend {
     inner: Arc<Inner>,
@@ -224,7 +226,9 @@ impl CheckpointBackend for CriuBackend {
 
     async fn restore(&self, artifact: &Artifact, target: RestoreTarget) -> Result<Restored> {
         let (inner, artifact) = (Arc::clone(&self.inner), self.own(artifact)?);
-        let tree = blocking(move || restore::run(&inner, &artifact, target)).await?;
+        let caller = Caller::default();
+        let _presence = caller.present();
+        let tree = blocking(move || restore::run(&inner, &artifact, target, &caller)).await?;
         Ok(Restored { replaced: None, init: Some(tree.hand_on()) })
     }
 

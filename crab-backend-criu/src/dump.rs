@@ -115,15 +115,10 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
     let answer = talk.converse(options);
     let Talk { swrk, freezer, stopped_at, refusal, held, tasks, cgroup, .. } = talk;
     // CRIU lets go of the tasks before it answers; one that did not answer is killed first, for the same.
-    let ended = match &answer {
-        Ok(_) => swrk.finish().map(|status| !status.success()).unwrap_or(true),
-        Err(_) => {
-            drop(swrk);
-            true
-        }
-    };
+    let swrk = answer.is_ok().then_some(swrk);
     let settled = freezer.map_or(Ok(()), FreezerGuard::settle);
     let stopped = stopped_at.map(|since| since.elapsed());
+    let ended_well = swrk.is_some_and(|swrk| swrk.finish().is_ok_and(|status| status.success()));
     if let Err(error) = settled {
         return Err(match refusal {
             Some(refusal) => error.caused_by(refusal),
@@ -136,7 +131,7 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         (_, Some(refusal)) => return Err(refusal),
         (answer, None) => answer.map_err(|broken| broken.into_error(&what))?,
     };
-    if !answer.success || ended {
+    if !answer.success || !ended_well {
         let log = scratch.work().join(LOG);
         let text = std::fs::read(&log).unwrap_or_default();
         let kept = inner.store.keep_log(&format!("{}-{artifact}-dump.log", sandbox.id), &log);
@@ -163,12 +158,16 @@ fn facts(inner: &Inner, tasks: usize, init: u32) -> BTreeMap<String, String> {
 
 /// CRIU ended while it had its own code in the tasks. That code mostly finds its way out alone, but not always.
 fn injured(error: Error, cgroup: &Cgroup) -> Error {
-    let condition = match cgroup.is_populated() {
-        Ok(false) => Condition::Stopped,
-        Ok(true) => return error.while_doing("processes may have been hurt").fix(LOOK),
-        Err(_) => Condition::Unknown,
-    };
-    error.while_doing("the sandbox was hurt").fix(LOOK).condition(condition)
+    let error = error.while_doing("processes may have been hurt").fix(LOOK);
+    // Init may be among those that die of it, as soon as they run.
+    for _ in 0..20 {
+        match cgroup.is_populated() {
+            Ok(true) => std::thread::sleep(Duration::from_millis(5)),
+            Ok(false) => return error.condition(Condition::Stopped),
+            Err(_) => return error.condition(Condition::Unknown),
+        }
+    }
+    error
 }
 
 /// A path as CRIU's messages carry it.

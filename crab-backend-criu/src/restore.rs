@@ -19,7 +19,7 @@ use crate::proto::{InheritFd, Kind, Options, Response};
 use crate::store::{Body, Opened};
 use crate::swrk::{Broken, Swrk};
 use crate::sys::Surroundings;
-use crate::turns::Turn;
+use crate::turns::{Caller, Turn};
 use crate::{files, preflight, sockets};
 
 const LOG: &str = "restore.log";
@@ -80,7 +80,12 @@ impl Place {
 }
 
 /// Restores. Where it fails, nothing of the tree is left.
-pub(crate) fn run(inner: &Arc<Inner>, artifact: &Artifact, target: RestoreTarget) -> Result<RestoredTree> {
+pub(crate) fn run(
+    inner: &Arc<Inner>,
+    artifact: &Artifact,
+    target: RestoreTarget,
+    caller: &Caller,
+) -> Result<RestoredTree> {
     let RestoreTarget { sandbox, inherited, deadline, .. } = target;
     let turn = inner.turns.take(&sandbox.cgroup, deadline)?;
     let cgroup = Cgroup::at(&sandbox.cgroup);
@@ -120,6 +125,7 @@ pub(crate) fn run(inner: &Arc<Inner>, artifact: &Artifact, target: RestoreTarget
     let surroundings = Surroundings { keep, cgroup: entrance, binds, session: false };
 
     let what = format!("restore the processes of the sandbox {} from {}", sandbox.id, artifact.id);
+    still_wanted(caller).map_err(stopped)?;
     let mut place = Place { cgroup, line: None };
     let failed = |place: &Place, error: Error| match place.clear() {
         Ok(()) => error.condition(Condition::Stopped),
@@ -130,7 +136,7 @@ pub(crate) fn run(inner: &Arc<Inner>, artifact: &Artifact, target: RestoreTarget
         Err(error) => return Err(failed(&place, error.while_doing(&what))),
     };
     place.line = procfs::cgroup(swrk.pid());
-    let mut talk = Talk { swrk, place: &place, body: &body, init: None, refusal: None };
+    let mut talk = Talk { swrk, place: &place, body: &body, caller, init: None, refusal: None };
     let answer = talk.converse(options);
     let Talk { swrk, refusal, .. } = talk;
     let ended_well = match &answer {
@@ -159,6 +165,14 @@ pub(crate) fn run(inner: &Arc<Inner>, artifact: &Artifact, target: RestoreTarget
         Ok(init) => Ok(RestoredTree { place: Some(place), init, _turn: turn }),
         Err(error) => Err(failed(&place, error)),
     }
+}
+
+/// A tree that nobody waits for is not built to its end.
+fn still_wanted(caller: &Caller) -> Result<()> {
+    if caller.has_gone() {
+        return Err(Error::new(ErrorKind::Cancelled, "nobody waits for the restore any more"));
+    }
+    Ok(())
 }
 
 /// Ends what the killed processes' connections left in the network namespace that the host gives.
@@ -248,6 +262,7 @@ struct Talk<'a> {
     swrk: Swrk,
     place: &'a Place,
     body: &'a Body,
+    caller: &'a Caller,
     init: Option<u32>,
     /// Why we broke the restore off.
     refusal: Option<Error>,
@@ -264,14 +279,14 @@ impl Talk<'_> {
             let notify = message.notify.unwrap_or_default();
             let init = notify.pid.and_then(|pid| u32::try_from(pid).ok());
             self.init = init.or(self.init);
-            let done = match (notify.script.as_deref(), self.init) {
+            let done = still_wanted(self.caller).and_then(|()| match (notify.script.as_deref(), self.init) {
                 (Some("post-restore"), Some(init)) => self.is_complete(init),
                 (Some("pre-resume"), Some(init)) => {
                     reset_strays(init);
                     Ok(())
                 }
                 _ => Ok(()),
-            };
+            });
             let success = done.is_ok();
             if let Err(refusal) = done {
                 self.refusal = Some(refusal);

@@ -31,6 +31,8 @@ const TRASH: &str = ".trash-";
 const FAILED: &str = ".failed";
 /// So many logs of failures are kept.
 const LOGS_KEPT: usize = 32;
+/// So many images are written at once.
+const WRITERS: usize = 4;
 /// The fact that ties an artifact to its manifest.
 pub(crate) const FACT_MANIFEST: &str = "manifest-sha256";
 
@@ -185,9 +187,7 @@ impl Store {
         let made = std::fs::DirBuilder::new().mode(0o700).create(temporary);
         made.map_err(|e| Error::io(format!("make {}", temporary.display()), e))?;
         let mut bytes = 0_u64;
-        for file in files::names(source)? {
-            let entry = copy(&source.join(&file), &temporary.join(&file))
-                .map_err(|e| Error::io(format!("store the image {file}"), e))?;
+        for (file, entry) in copy_all(source, temporary, files::names(source)?)? {
             bytes = bytes.saturating_add(entry.size);
             body.files.insert(file, entry);
         }
@@ -457,6 +457,33 @@ impl<W: Write> Write for Hashing<W> {
 
 fn create(path: &Path) -> std::io::Result<File> {
     File::options().write(true).create_new(true).mode(0o600).open(path)
+}
+
+/// Copies images to stable storage. A dump has dozens of small ones, and file systems make writes durable that wait
+/// together for little more than one that waits alone.
+fn copy_all(source: &Path, target: &Path, names: Vec<String>) -> Result<Vec<(String, Entry)>> {
+    let names = Mutex::new(names.into_iter());
+    let next = || names.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = || {
+        let mut done = Vec::new();
+        while let Some(name) = next() {
+            let entry = copy(&source.join(&name), &target.join(&name))
+                .map_err(|e| Error::io(format!("store the image {name}"), e))?;
+            done.push((name, entry));
+        }
+        Ok(done)
+    };
+    std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..WRITERS).map(|_| scope.spawn(work)).collect();
+        let mut done = Vec::new();
+        for writer in writers {
+            let written: Result<Vec<_>> = writer
+                .join()
+                .unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, "a thread that stored images ended")));
+            done.extend(written?);
+        }
+        Ok(done)
+    })
 }
 
 /// Copies one image to stable storage.

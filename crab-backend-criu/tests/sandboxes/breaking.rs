@@ -154,7 +154,8 @@ async fn no_sandbox_is_left_stopped_or_frozen_by_a_criu_that_somebody_kills_in_a
             killed += 1;
             assert_eq!(error.kind(), ErrorKind::Io, "{error}");
             assert!([expected, Condition::Stopped].contains(&condition), "{condition} after {wait} ms");
-            assert_eq!(error.sandbox_condition(), Some(condition), "{error}");
+            // It may die of it a moment later.
+            assert!([expected, condition].contains(&error.sandbox_condition().unwrap()), "{error}");
         } else {
             assert_eq!(condition, expected);
         }

@@ -175,10 +175,13 @@ async fn a_restore_whose_caller_goes_away_leaves_no_tree() {
     sandbox.kill().unwrap();
     for wait in [0, 5, 20, 50] {
         let restore = world.restore(&sandbox, &artifact);
-        // However far it comes: the next one begins on an empty sandbox.
+        // However far it comes: the next one waits for its end.
         let _ = tokio::time::timeout(Duration::from_millis(wait), restore).await;
         sandbox.kill().unwrap();
     }
+    // The thread of the last one notices, and clears away.
+    eventually("nothing is left", || world.has_no_captures().then_some(()));
+    sandbox.kill().unwrap();
     world.restore(&sandbox, &artifact).await.unwrap();
     assert_eq!(get(&sandbox), Some(0));
 }

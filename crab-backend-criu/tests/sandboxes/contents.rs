@@ -37,11 +37,10 @@ if os.fork() == 0:
 else:
     end, _ = server.accept()
 lines = end.makefile('rb')
+file = os.open('/root/rally', os.O_RDWR | os.O_CREAT)
 while True:
     n = int(lines.readline())
-    with open('/root/rally.new', 'w') as f:
-        f.write(str(n))
-    os.rename('/root/rally.new', '/root/rally')
+    os.pwrite(file, b'%020d' % n, 0)
     end.sendall(b'%d\\n' % (n + 1))
 ";
 
