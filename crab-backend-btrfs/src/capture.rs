@@ -52,17 +52,19 @@ pub(crate) fn take(
     versions.require_free(&sandbox.id, &artifact)?;
     failure::refuse_late(deadline, "the snapshot was begun")?;
     let directory = versions.make(&sandbox.id)?;
-    let name = capture_name(&artifact);
-    if let Err(errno) = ioctl::create_snapshot(&directory, &name, &root, true) {
-        versions.tidy(&sandbox.id);
-        return Err(failure::at("take a snapshot of", &sandbox.root)(errno));
-    }
-    let path = versions.directory(&sandbox.id).join(&name);
-    let snapshot = Unfinished { versions: Arc::clone(versions), sandbox: sandbox.id.clone(), name: Some(name) };
-    let info = subvolume::info(&path)?;
-    // One that was made while the snapshot was taken would be an empty directory in it.
-    refuse_nested(&root, &sandbox.root)?;
-    failure::refuse_late(deadline, "the snapshot was taken")?;
+    let take = || {
+        let name = capture_name(&artifact);
+        ioctl::create_snapshot(&directory, &name, &root, true)
+            .map_err(failure::at("take a snapshot of", &sandbox.root))?;
+        let path = versions.directory(&sandbox.id).join(&name);
+        let snapshot = Unfinished { versions: Arc::clone(versions), sandbox: sandbox.id.clone(), name: Some(name) };
+        let info = subvolume::info(&path)?;
+        // One that was made while the snapshot was taken would be an empty directory in it.
+        refuse_nested(&root, &sandbox.root)?;
+        failure::refuse_late(deadline, "the snapshot was taken")?;
+        Ok((snapshot, info))
+    };
+    let (snapshot, info) = take().inspect_err(|_| versions.tidy(&sandbox.id))?;
     tracing::debug!(sandbox = %sandbox.id, %artifact, subvolume = info.id, "took a snapshot");
     Ok(Staged { snapshot, artifact, info, root: root_uuid })
 }

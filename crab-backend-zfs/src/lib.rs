@@ -4,7 +4,7 @@
 //!
 //! - a capture is a snapshot of the dataset, which ZFS takes atomically and makes durable with the pool's next
 //!   transaction group; persist waits for that group;
-//! - a restore clones the snapshot beside the dataset and swaps the two by rename. `zfs rollback` will not be used: it
+//! - a restore clones the snapshot beside the dataset and puts it in the dataset's place by renames, which recovery finishes or undoes. `zfs rollback` will not be used: it
 //!   destroys the newer snapshots, and a restore must leave newer versions in place;
 //! - an artifact that a clone was made from cannot be destroyed before the clone is promoted or gone, so artifacts here
 //!   will depend on each other where those of other backends do not;

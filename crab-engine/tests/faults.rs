@@ -1,4 +1,5 @@
 //! Something goes wrong at each step. Then: nothing is frozen, nothing durable is lost, nothing is claimed that is not.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 

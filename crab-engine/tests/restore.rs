@@ -1,4 +1,5 @@
 //! Restores and forks: what comes back, what is kept, what is said.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 

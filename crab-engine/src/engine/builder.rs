@@ -103,7 +103,9 @@ impl EngineBuilder {
         self
     }
 
-    /// Takes the store, lets the backends recover from what a dead engine left, and removes its orphans.
+    /// Takes the store, lets the backends recover from what a dead engine left, thaws the sandboxes of the store that it
+    /// left frozen, and removes its orphans. A sandbox that the host itself keeps frozen is thawed too: freeze it again
+    /// afterwards.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where a part is missing or the directory is not a store; [`ErrorKind::Busy`] where
@@ -149,9 +151,11 @@ impl EngineBuilder {
             tracing::warn!("orphans stay for now: {error}");
             0
         });
+        let thawed = inner.sweep().await;
         inner.report = inner.store.with(|index| OpenReport {
             damaged: index.damaged.clone(),
             orphans_removed,
+            thawed,
             unfinished: index
                 .operations
                 .values()

@@ -583,12 +583,12 @@ fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// What the version was made on; tools as the backends name them in their artifacts' fact `version`.
+/// What the version was made on. A backend that depends on a tool states its version as the fact of its own name.
 pub(super) fn host_facts(manifest: &Manifest) -> HostFacts {
     let uname = rustix::system::uname();
     let tools: BTreeMap<String, String> = manifest
         .artifacts()
-        .filter_map(|artifact| Some((artifact.backend.clone(), artifact.facts.get("version")?.clone())))
+        .filter_map(|artifact| Some((artifact.backend.clone(), artifact.facts.get(&artifact.backend)?.clone())))
         .collect();
     HostFacts {
         kernel: uname.release().to_string_lossy().into_owned(),

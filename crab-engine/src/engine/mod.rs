@@ -112,6 +112,8 @@ pub struct OpenReport {
     pub damaged: Vec<Damaged>,
     /// Artifacts that a dead engine had left half made, now removed.
     pub orphans_removed: usize,
+    /// Sandboxes of the store that were frozen and run again.
+    pub thawed: Vec<SandboxId>,
     /// Restores and forks that did not end. Asking for the same operation again finishes it.
     pub unfinished: Vec<Unfinished>,
 }
@@ -461,6 +463,32 @@ impl Inner {
         if let Err(error) = detached.await {
             tracing::warn!(sandbox = %id, "{error}");
         }
+    }
+
+    /// Thaws what a dead engine left frozen in the middle of a capture. What the host does not know, or does not
+    /// answer for, is left to the attach.
+    async fn sweep(&self) -> Vec<SandboxId> {
+        let ids: Vec<SandboxId> = self.store.with(|index| index.sandboxes.keys().cloned().collect());
+        let mut thawed = Vec::new();
+        for id in ids {
+            let (host, owned) = (self.host.clone(), id.clone());
+            let swept = call("thaw what was left frozen", self.options.deadlines.host, async move {
+                let frozen = host.condition(&owned).await? == Condition::Frozen;
+                if frozen {
+                    host.thaw(&owned).await?;
+                }
+                Ok(frozen)
+            });
+            match swept.await {
+                Ok(true) => {
+                    tracing::warn!(sandbox = %id, "thawed: an engine died in the middle of a capture");
+                    thawed.push(id);
+                }
+                Ok(false) => {}
+                Err(error) => tracing::debug!(sandbox = %id, "{error}"),
+            }
+        }
+        thawed
     }
 
     /// Attaches while the work lock is held.
