@@ -1,1 +1,64 @@
-//! The reverse proxy between agent and model that finds turn boundaries and holds the gate
+//! The reverse proxy between agent and model that finds turn boundaries and holds the gate.
+//!
+//! An agent is pointed at the coordinator in the model's place. The coordinator forwards every request at once. Where
+//! the request ends a turn ([`provider`] says which do), it gives a [`Boundary`](crab_core::Boundary) out and holds the
+//! model's answer until the boundary's gate opens; then the answer streams through as it comes. All else passes through.
+//!
+//! ```no_run
+//! use crab_coordinator::{Coordinator, Listen, resolve::ByPath};
+//! use crab_core::{TurnBoundary, Verdict, VersionId};
+//!
+//! # async fn run() -> crab_core::Result<()> {
+//! let (coordinator, mut boundaries) = Coordinator::builder()
+//!     .upstream("http://127.0.0.1:9000")
+//!     .listen(Listen::loopback(), ByPath::default())
+//!     .journal("/var/lib/crab/journal")
+//!     .start()
+//!     .await?;
+//! println!("agents use http://{}/sandbox/NAME", coordinator.address().unwrap());
+//! while let Some(boundary) = boundaries.next().await {
+//!     println!("{} {}", boundary.turn.sandbox, boundary.turn.number);
+//!     // An engine does this when the turn's version is durable.
+//!     boundary.gate.decide(Verdict::Durable(VersionId(1)));
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What holds
+//! - **Nothing leaks through a closed gate.** Of the model's answer nothing goes out before the verdict; only where an
+//!   event stream is held for long its status and headers, with signs of life in the provider's form.
+//! - **A request is sent once.** The coordinator never repeats one; a client's own repetition is recognized (see
+//!   [`repeats`]) and does not reach the model where the answer is here or coming.
+//! - **Memory is bounded.** Bodies stream both ways; what is kept of each is bounded by [`Builder::answer_window`] and
+//!   [`Builder::request_buffer`].
+//! - **Answers are durable before their end is given**, and a part of one is never taken for a whole.
+//!
+//! # Limits
+//! HTTP/1.1 towards both sides, plain HTTP towards the model. Informational responses other than `100 Continue` end
+//! here. A client that closes its sending half is taken for gone, as most proxies do: its request is cancelled. The
+//! answer of a compressed event stream cannot be kept alive while it is held, since nothing can be put into it.
+
+mod body;
+mod coordinator;
+pub mod digest;
+mod headers;
+mod intake;
+mod journal;
+pub mod names;
+pub mod provider;
+pub mod resolve;
+mod respond;
+mod server;
+mod service;
+pub mod sse;
+mod turn;
+mod upstream;
+
+pub use coordinator::{AfterRestore, Boundaries, Builder, Coordinator, GateRecord, TurnRecord};
+pub use journal::JournalLimits;
+pub use server::Listen;
+pub use turn::gate::GatePolicy;
+
+#[doc = include_str!("repeats.md")]
+pub mod repeats {}

@@ -42,8 +42,9 @@ pub(super) fn is_protected(index: &Index, (_, sandbox, artifact): &Key) -> bool 
         // A manifest may name artifacts as old as the oldest, and none that is newer than itself.
         own.damaged.iter().filter_map(|damaged| damaged.version).max().is_some_and(|damaged| version <= damaged)
     });
+    // A fork, also a fork of a fork, names artifacts of others.
     let of_forks = index.sandboxes.iter().any(|(id, other)| {
-        let may_be_fork = other.record.forked_from.as_ref().map_or(!other.recorded, |from| from.sandbox == *sandbox);
+        let may_be_fork = other.record.forked_from.is_some() || !other.recorded;
         id != sandbox && !other.damaged.is_empty() && may_be_fork
     });
     let of_operations = index

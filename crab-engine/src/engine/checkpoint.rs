@@ -478,7 +478,9 @@ impl Work {
             Err(error) => Err((error, false)),
         };
         if let Err((error, maybe_written)) = stored {
-            if !maybe_written {
+            if maybe_written {
+                inner.store.burn(&self.id, version);
+            } else {
                 for half in &new {
                     self.remove_half(half.as_ref()).await;
                 }

@@ -216,7 +216,10 @@ impl Engine {
     /// Stops watching a sandbox. What waits for it is cancelled, what has begun is waited for. Its versions stay.
     /// Does nothing where it is not attached.
     pub async fn detach(&self, id: &SandboxId) {
-        self.0.attached.lock().remove(id);
+        let known = self.0.attached.lock().remove(id);
+        if known.is_none() {
+            return;
+        }
         self.0.cancel(id, "the sandbox was detached");
         let lock = self.0.work_lock(id);
         let _exclusive = lock.lock().await;

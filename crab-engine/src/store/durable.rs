@@ -107,6 +107,15 @@ impl Writer {
         }
     }
 
+    /// Gives a file another name in its directory, durably.
+    pub(super) fn rename(&self, dir: &Path, from: &str, to: &str) -> Result<()> {
+        self.check()?;
+        self.steps.reach("store.rename")?;
+        fs::rename(dir.join(from), dir.join(to))
+            .map_err(|source| io_error(format!("rename {}", dir.join(from).display()), source))?;
+        self.sync_dir(dir)
+    }
+
     /// Makes a directory for the owner alone, durably. Does nothing where it exists.
     pub(super) fn make_dir(&self, parent: &Path, name: &str) -> Result<()> {
         let path = parent.join(name);

@@ -9,6 +9,8 @@
 //! | `LOCK` | the owner's pid, for people; the lock is the kernel's (`flock`) and ends with the owner | with the store | never | yes, it may be deleted while no engine runs |
 //! | `sandboxes/ID/sandbox.json` | the highest version number ever given away, what the last restore went back to, where it was forked from | before the first checkpoint | when the sandbox is forgotten | partly: without it the newest manifest counts as the standing one |
 //! | `sandboxes/ID/versions/vN.json` | the manifest of version N. **The version exists while this file does.** | as the last step of a checkpoint | as the first step of removing the version | no |
+//! | `sandboxes/ID/versions/vN.removed` | version N is gone, its number is taken; the disk was too full to write that into the record | by a removal on a full disk | when the store is opened and there is room | yes, it may be deleted |
+//! | `sandboxes/ID/sandbox.json.damaged-*` | a record that could not be read, moved aside | when the record is written next | by hand | no |
 //! | `operations/OP.json` | a restore or fork: what was asked, and its report once it has ended | before the operation touches anything | when newer operations of the sandbox have ended | no: a second attempt would not be known as one |
 //! | `.crab-tmp-*` | an unfinished write | | when the store is opened | it is of no use |
 //!
@@ -26,7 +28,7 @@ mod lock;
 mod records;
 mod scan;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
@@ -112,6 +114,10 @@ pub(crate) struct SandboxIndex {
     pub(crate) record: SandboxRecord,
     /// The record file is there and whole.
     pub(crate) recorded: bool,
+    /// What is wrong with the record file, where one is there that is not whole.
+    pub(crate) record_damage: Option<DamageKind>,
+    /// Versions that were removed while the disk was too full to write their number down.
+    pub(crate) tombstones: Vec<VersionId>,
     pub(crate) versions: BTreeMap<VersionId, Arc<Manifest>>,
     /// Version numbers whose manifest stands under its name but cannot be used.
     pub(crate) damaged: Vec<Damaged>,
@@ -135,6 +141,8 @@ impl SandboxIndex {
 pub(crate) struct Index {
     pub(crate) sandboxes: BTreeMap<SandboxId, SandboxIndex>,
     pub(crate) operations: BTreeMap<OperationId, Operation>,
+    /// Operations whose record stands under its name but cannot be used.
+    pub(crate) damaged_operations: BTreeSet<OperationId>,
     /// Everything that was stepped over when the store was opened.
     pub(crate) damaged: Vec<Damaged>,
 }
@@ -159,7 +167,31 @@ impl Store {
             writer.make_dir(root, name)?;
         }
         let index = scan::scan(root)?;
-        Ok(Self { root: root.to_owned(), writer, index: Mutex::new(index), _lock: lock })
+        let store = Self { root: root.to_owned(), writer, index: Mutex::new(index), _lock: lock };
+        store.bury();
+        Ok(store)
+    }
+
+    /// Writes down the numbers that tombstones stand for, and removes them. They stay while the disk is full.
+    fn bury(&self) {
+        let waiting: Vec<(SandboxId, SandboxRecord, Vec<VersionId>)> = self.with(|index| {
+            let with = index.sandboxes.iter().filter(|(_, sandbox)| !sandbox.tombstones.is_empty());
+            with.map(|(id, sandbox)| (id.clone(), sandbox.record.clone(), sandbox.tombstones.clone())).collect()
+        });
+        for (id, record, tombstones) in waiting {
+            let versions = self.sandbox_dir(&id).join("versions");
+            let buried = self.put_sandbox(&id, record).and_then(|()| {
+                tombstones.iter().try_for_each(|version| self.writer.remove(&versions, &tombstone_name(*version)))
+            });
+            match buried {
+                Ok(()) => {
+                    if let Some(sandbox) = self.index.lock().sandboxes.get_mut(&id) {
+                        sandbox.tombstones.clear();
+                    }
+                }
+                Err(error) => tracing::debug!(sandbox = %id, "tombstones stay for now: {error}"),
+            }
+        }
     }
 
     fn prepare(root: &Path) -> Result<()> {
@@ -238,6 +270,24 @@ impl Store {
     /// Makes the sandbox's directories and writes its record.
     pub(crate) fn put_sandbox(&self, id: &SandboxId, record: SandboxRecord) -> Result<()> {
         let text = envelope::encode(Kind::Sandbox, &record.for_file(id))?;
+        let damage = self.with(|index| index.sandboxes.get(id).and_then(|sandbox| sandbox.record_damage));
+        let path = self.sandbox_dir(id).join("sandbox.json");
+        match damage {
+            None => {}
+            Some(DamageKind::Newer) => {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    format!("{} was written by a newer Crab", path.display()),
+                )
+                .fix("use that Crab for this sandbox"));
+            }
+            // A person may still want it.
+            Some(_) => {
+                let aside = path.with_extension(format!("json.damaged-{:016x}", crate::nonce::nonce()));
+                fs::rename(&path, aside)
+                    .map_err(|source| io_error(format!("move {} aside", path.display()), source))?;
+            }
+        }
         self.writer.make_dir(&self.root.join("sandboxes"), id.as_str())?;
         let dir = self.sandbox_dir(id);
         self.writer.make_dir(&dir, "versions")?;
@@ -246,6 +296,7 @@ impl Store {
         let entry = index.sandboxes.entry(id.clone()).or_default();
         entry.record = record;
         entry.recorded = true;
+        entry.record_damage = None;
         Ok(())
     }
 
@@ -262,8 +313,9 @@ impl Store {
             )));
         }
         let text = envelope::encode(Kind::Manifest, &*manifest).map_err(clean)?;
+        let dir = self.sandbox_dir(&manifest.sandbox).join("versions");
         self.writer
-            .write(&self.sandbox_dir(&manifest.sandbox).join("versions"), &file_name(manifest.version), &text)
+            .write(&dir, &file_name(manifest.version), &text)
             .map_err(|failed| (failed.error, failed.maybe_written))?;
         let mut index = self.index.lock();
         let entry = index.sandboxes.entry(manifest.sandbox.clone()).or_default();
@@ -271,18 +323,35 @@ impl Store {
         Ok(())
     }
 
+    /// Gives a number away for good: something may stand under it that the index does not know.
+    pub(crate) fn burn(&self, id: &SandboxId, version: VersionId) {
+        if let Some(sandbox) = self.index.lock().sandboxes.get_mut(id) {
+            sandbox.record.highest = sandbox.record.highest.max(version);
+        }
+    }
+
     /// Makes a version cease to exist. Its artifacts are the caller's to remove afterwards.
     pub(crate) fn remove_version(&self, id: &SandboxId, version: VersionId) -> Result<()> {
-        let record = self.with(|index| {
-            let sandbox = index.sandboxes.get(id)?;
-            let newest = sandbox.versions.last_key_value().is_some_and(|(newest, _)| *newest == version);
-            newest.then(|| SandboxRecord { highest: sandbox.record.highest.max(version), ..sandbox.record.clone() })
-        });
+        let dir = self.sandbox_dir(id).join("versions");
         // Its number must not be given away again.
-        if let Some(record) = record {
-            self.put_sandbox(id, record)?;
+        let newest = self.with(|index| {
+            let sandbox = index.sandboxes.get(id)?;
+            let newest = sandbox.next_version() == version.next() && sandbox.record.highest < version;
+            newest.then(|| SandboxRecord { highest: version, ..sandbox.record.clone() })
+        });
+        let recorded = newest.map_or(Ok(()), |record| self.put_sandbox(id, record));
+        match recorded {
+            Ok(()) => self.writer.remove(&dir, &file_name(version))?,
+            // A rename needs no room where a new file does.
+            Err(error) if error.kind() == ErrorKind::Full => {
+                self.writer.rename(&dir, &file_name(version), &tombstone_name(version))?;
+                self.burn(id, version);
+                if let Some(sandbox) = self.index.lock().sandboxes.get_mut(id) {
+                    sandbox.tombstones.push(version);
+                }
+            }
+            Err(error) => return Err(error),
         }
-        self.writer.remove(&self.sandbox_dir(id).join("versions"), &file_name(version))?;
         if let Some(sandbox) = self.index.lock().sandboxes.get_mut(id) {
             sandbox.versions.remove(&version);
         }
@@ -309,6 +378,10 @@ impl Store {
             )
             .fix("look at them and delete the directory by hand"));
         }
+        let tombstones = self.with(|index| index.sandboxes.get(id).map(|s| s.tombstones.clone()).unwrap_or_default());
+        for version in tombstones {
+            self.writer.remove(&dir.join("versions"), &tombstone_name(version))?;
+        }
         self.writer.remove(&dir, "sandbox.json")?;
         for path in [dir.join("versions"), dir.clone()] {
             match fs::remove_dir(&path) {
@@ -323,6 +396,10 @@ impl Store {
 
     /// Records an operation durably.
     pub(crate) fn put_operation(&self, operation: Operation) -> Result<()> {
+        if self.with(|index| index.damaged_operations.contains(&operation.id)) {
+            let message = format!("the record of operation {} cannot be read", operation.id);
+            return Err(Error::new(ErrorKind::Corrupt, message).fix("use another name"));
+        }
         let text = envelope::encode(Kind::Operation, &operation)?;
         self.writer.write(&self.root.join("operations"), &format!("{}.json", operation.id), &text)?;
         self.index.lock().operations.insert(operation.id.clone(), operation);
@@ -339,6 +416,10 @@ impl Store {
 
 fn file_name(version: VersionId) -> String {
     format!("{version}.json")
+}
+
+fn tombstone_name(version: VersionId) -> String {
+    format!("{version}.removed")
 }
 
 #[cfg(test)]

@@ -42,8 +42,12 @@ pub(super) fn scan(root: &Path) -> Result<Index> {
             Ok(other) => {
                 let detail = format!("it is the record of operation {}", other.id);
                 report(&mut index.damaged, &entry, None, (DamageKind::Misplaced, detail));
+                index.damaged_operations.insert(id);
             }
-            Err(what) => report(&mut index.damaged, &entry, None, what),
+            Err(what) => {
+                report(&mut index.damaged, &entry, None, what);
+                index.damaged_operations.insert(id);
+            }
         }
     }
     for damaged in &index.damaged {
@@ -64,9 +68,13 @@ fn scan_sandbox(dir: &Path, id: &SandboxId, damaged: &mut Vec<Damaged>) -> Resul
                 }
                 Ok(file) => {
                     let detail = format!("it is the record of sandbox {}", file.sandbox);
+                    sandbox.record_damage = Some(DamageKind::Misplaced);
                     report(damaged, &entry, Some(id), (DamageKind::Misplaced, detail));
                 }
-                Err(what) => report(damaged, &entry, Some(id), what),
+                Err(what) => {
+                    sandbox.record_damage = Some(what.0);
+                    report(damaged, &entry, Some(id), what);
+                }
             },
             _ => alien(damaged, &entry, Some(id)),
         }
@@ -74,7 +82,13 @@ fn scan_sandbox(dir: &Path, id: &SandboxId, damaged: &mut Vec<Damaged>) -> Resul
     let versions = dir.join("versions");
     let listed = if versions.is_dir() { entries(&versions)? } else { Vec::new() };
     for entry in listed {
-        let Some(version) = version_of(&name_of(&entry)) else {
+        let name = name_of(&entry);
+        if let Some(version) = numbered(&name, ".removed") {
+            sandbox.tombstones.push(version);
+            sandbox.record.highest = sandbox.record.highest.max(version);
+            continue;
+        }
+        let Some(version) = numbered(&name, ".json") else {
             alien(damaged, &entry, Some(id));
             continue;
         };
@@ -119,10 +133,10 @@ fn is_dir(entry: &DirEntry) -> bool {
 }
 
 /// `v12.json` is version 12; `v012.json` and `v+1.json` are nothing of ours.
-fn version_of(name: &str) -> Option<VersionId> {
-    let number = name.strip_prefix('v')?.strip_suffix(".json")?.parse().ok()?;
+fn numbered(name: &str, suffix: &str) -> Option<VersionId> {
+    let number = name.strip_prefix('v')?.strip_suffix(suffix)?.parse().ok()?;
     let version = VersionId(number);
-    (number > 0 && super::file_name(version) == name).then_some(version)
+    (number > 0 && format!("{version}{suffix}") == name).then_some(version)
 }
 
 fn read<T: DeserializeOwned>(kind: Kind, path: &Path) -> std::result::Result<T, (DamageKind, String)> {

@@ -195,3 +195,52 @@ mod faults {
         }
     }
 }
+
+#[test]
+fn a_damaged_record_is_moved_aside_and_a_newer_one_is_not_touched() {
+    let dir = tempfile::tempdir().unwrap();
+    filled(dir.path());
+    let path = dir.path().join("sandboxes/box/sandbox.json");
+    let whole = fs::read_to_string(&path).unwrap();
+    fs::write(&path, &whole[..20]).unwrap();
+    let store = open(dir.path());
+    assert_eq!(versions(&store), [1, 2, 3]);
+    store.put_sandbox(&id(), SandboxRecord::default()).unwrap();
+    drop(store);
+    let names: Vec<String> = fs::read_dir(path.parent().unwrap())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
+    assert!(names.iter().any(|name| name.starts_with("sandbox.json.damaged-")), "{names:?}");
+
+    let newer = whole.replace("\"format\": 1", "\"format\": 2");
+    fs::write(&path, &newer).unwrap();
+    let error = open(dir.path()).put_sandbox(&id(), SandboxRecord::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert_eq!(fs::read_to_string(&path).unwrap(), newer);
+}
+
+#[cfg(feature = "failpoints")]
+#[test]
+fn the_newest_version_can_be_removed_on_a_full_disk_and_its_number_stays_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    filled(dir.path());
+    let full = Steps::new(Arc::new(|step| match step {
+        "store.write" => Err(Error::io("write", std::io::ErrorKind::StorageFull.into())),
+        _ => Ok(()),
+    }));
+    let store = Store::open(dir.path(), full.clone()).unwrap();
+    store.remove_version(&id(), VersionId(3)).unwrap();
+    assert_eq!(versions(&store), [1, 2]);
+    drop(store);
+    let next = |store: &Store| store.with(|index| index.sandboxes[&id()].next_version());
+    let store = Store::open(dir.path(), full).unwrap();
+    assert_eq!((versions(&store), next(&store)), (vec![1, 2], VersionId(4)));
+    drop(store);
+    let store = open(dir.path());
+    assert_eq!(next(&store), VersionId(4));
+    assert!(store.with(|index| index.damaged.is_empty()));
+    assert!(!dir.path().join("sandboxes/box/versions/v3.removed").exists(), "there is room now");
+    drop(store);
+    assert_eq!(next(&open(dir.path())), VersionId(4));
+}

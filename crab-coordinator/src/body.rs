@@ -1,0 +1,78 @@
+//! The bodies that go to the agent.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use futures_util::Stream;
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+
+use crate::turn::recording::Subscription;
+
+pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Called once, when a whole answer has been handed to the client's connection.
+pub(crate) type OnDelivered = Box<dyn FnOnce() + Send>;
+
+/// A body that goes to the agent.
+pub(crate) enum OutBody {
+    /// In one piece.
+    Full(Option<Bytes>),
+    /// Straight from the model's server.
+    Upstream(Incoming),
+    /// A turn's answer.
+    Reading(Reading),
+    /// A turn's answer that was held so long that the client had to be kept.
+    Held(Pin<Box<dyn Stream<Item = Result<Frame<Bytes>, BoxError>> + Send>>),
+}
+
+/// A turn's answer.
+pub(crate) struct Reading {
+    pub(crate) subscription: Subscription,
+    pub(crate) on_delivered: Option<OnDelivered>,
+}
+
+impl Reading {
+    pub(crate) fn poll_frame(&mut self, cx: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let polled = self.subscription.poll_frame(cx);
+        if polled.is_ready()
+            && self.on_delivered.is_some()
+            && self.subscription.is_read()
+            && let Some(delivered) = self.on_delivered.take()
+        {
+            delivered();
+        }
+        polled.map(|frame| frame.map(|frame| frame.map_err(Into::into)))
+    }
+}
+
+impl Body for OutBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        match &mut *self {
+            Self::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Self::Upstream(body) => Pin::new(body).poll_frame(cx).map_err(Into::into),
+            Self::Reading(reading) => reading.poll_frame(cx),
+            Self::Held(stream) => stream.as_mut().poll_next(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Full(bytes) => bytes.is_none(),
+            Self::Upstream(body) => body.is_end_stream(),
+            Self::Reading(_) | Self::Held(_) => false,
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
+            Self::Upstream(body) => body.size_hint(),
+            Self::Reading(_) | Self::Held(_) => SizeHint::default(),
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! One request: what it is, and who answers it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crab_core::SandboxId;
+use http::header::{self, HeaderMap};
+use http::request::Parts;
+use http::{Request, Response};
+use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
+
+use crate::body::{BoxError, OutBody};
+use crate::digest::{RequestDigest, RequestHasher, request_key};
+use crate::headers::{strip_hop_by_hop, upgrade_wanted};
+use crate::intake::{Intake, Promise};
+use crate::names;
+use crate::provider::{self, Failure, FailureKind, Provider, RequestKind, plain_error};
+use crate::resolve::{Peer, SandboxResolver};
+use crate::respond::{KeepAlive, error_response, respond};
+use crate::turn::driver::{Driver, Grace};
+use crate::turn::{Admitted, Asked, Ticket, Turns, Work};
+use crate::upstream::{UpBody, Upstream};
+
+/// What all connections share.
+pub(crate) struct Shared {
+    pub(crate) turns: Arc<Turns>,
+    pub(crate) upstream: Arc<Upstream>,
+    pub(crate) providers: Vec<Arc<dyn Provider>>,
+    pub(crate) keep_alive: KeepAlive,
+    pub(crate) grace: Grace,
+    /// How much of a turn's request is read before it is forwarded.
+    pub(crate) request_buffer: u64,
+    pub(crate) draining: AtomicBool,
+}
+
+impl Shared {
+    /// Answers one request, and writes a line about it. Never fails: what goes wrong is an answer.
+    pub(crate) async fn serve(
+        self: Arc<Self>,
+        resolver: Arc<dyn SandboxResolver>,
+        peer: Peer,
+        request: Request<Incoming>,
+    ) -> Response<OutBody> {
+        let started = Instant::now();
+        let (mut parts, body) = request.into_parts();
+        let sandbox = resolver.resolve(peer, &mut parts);
+        let method = parts.method.clone();
+        // Without its query, which may hold a key.
+        let path = parts.uri.path().to_owned();
+        let known =
+            provider::classify(&self.providers, &method, &path).map(|(provider, kind)| (Arc::clone(provider), kind));
+        let (kind, response) = match known {
+            Some((provider, RequestKind::Turn)) => match self.turn_of(&parts, sandbox.clone()) {
+                Ok(sandbox) => ("turn", self.turn(sandbox, provider, parts, body).await),
+                Err(failure) => ("refused", error_response(provider.error(&failure), &failure)),
+            },
+            Some((_, RequestKind::Auxiliary)) => ("auxiliary", self.pass(parts, body).await),
+            None => ("other", self.pass(parts, body).await),
+        };
+        metrics::counter!(names::REQUESTS, "kind" => kind).increment(1);
+        tracing::info!(
+            target: "crab_coordinator::access",
+            sandbox = sandbox.as_ref().map(tracing::field::display),
+            kind,
+            %method,
+            path,
+            status = response.status().as_u16(),
+            head_us = started.elapsed().as_micros() as u64,
+        );
+        response
+    }
+
+    /// Whose turn a request ends, or why it may not.
+    fn turn_of(&self, parts: &Parts, sandbox: Option<SandboxId>) -> Result<SandboxId, Failure> {
+        if self.draining.load(Ordering::Relaxed) {
+            return Err(Failure::new(FailureKind::Draining, "The coordinator is shutting down. Try again."));
+        }
+        if upgrade_wanted(&parts.headers).is_some() {
+            return Err(Failure::new(
+                FailureKind::UpgradeRefused,
+                "Turns are served by HTTP here, not by another protocol: send the request as a plain POST.",
+            ));
+        }
+        sandbox.ok_or_else(|| {
+            Failure::new(
+                FailureKind::UnknownSandbox,
+                "The request names no sandbox that this coordinator serves, so its turn cannot be protected. Use the base URL that was given for the sandbox.",
+            )
+        })
+    }
+
+    /// A request that is no turn: forwarded as it is, ungated.
+    async fn pass(&self, parts: Parts, body: Incoming) -> Response<OutBody> {
+        let body = body.map_err(BoxError::from).boxed_unsync();
+        match self.upstream.send(Request::from_parts(parts, body)).await {
+            Ok(response) => {
+                let mut response = response.map(OutBody::Upstream);
+                strip_hop_by_hop(response.headers_mut());
+                response
+            }
+            Err(failure) => {
+                metrics::counter!(names::UPSTREAM_ERRORS, "code" => failure.code()).increment(1);
+                error_response(plain_error(&failure), &failure)
+            }
+        }
+    }
+
+    /// A request that ends a turn.
+    async fn turn(
+        self: &Arc<Self>,
+        sandbox: SandboxId,
+        provider: Arc<dyn Provider>,
+        parts: Parts,
+        body: Incoming,
+    ) -> Response<OutBody> {
+        let hasher = if is_plain(&parts.headers) {
+            RequestHasher::new(provider.conversation())
+        } else {
+            RequestHasher::opaque()
+        };
+        let path = parts.uri.path().to_owned();
+        let asked = |digest: Option<RequestDigest>| {
+            if digest.is_none() {
+                metrics::counter!(names::NO_DIGEST).increment(1);
+            }
+            Asked {
+                sandbox: sandbox.clone(),
+                provider: provider.name(),
+                key: digest.as_ref().map(|digest| request_key(provider.name(), &path, digest.body)),
+                conversation: digest.and_then(|digest| digest.conversation),
+            }
+        };
+        let headers = parts.headers.clone();
+        let intake = match Intake::read(body, hasher, self.request_buffer).await {
+            Ok(intake) => intake,
+            Err(error) => {
+                let failure = Failure::new(FailureKind::BadRequest, format!("The request's body broke off: {error}."));
+                return error_response(provider.error(&failure), &failure);
+            }
+        };
+        let ticket = match intake {
+            Intake::Whole { body, digest } => {
+                let ticket = self.admit(&asked(digest)).await;
+                let request = Request::from_parts(parts, body.boxed_unsync());
+                let upstream = Arc::clone(&self.upstream);
+                self.work(&ticket, &provider, async move { upstream.send(request).await });
+                ticket
+            }
+            Intake::Long(body, promise) => {
+                let request = Request::from_parts(parts, body.boxed_unsync());
+                self.long(request, promise, asked, &provider).await
+            }
+        };
+        let delivered = {
+            let turns = Arc::clone(&self.turns);
+            let sandbox = sandbox.clone();
+            Box::new(move || turns.delivered(&sandbox, ticket.number))
+        };
+        respond(ticket.gate, ticket.subscription, Arc::clone(&provider), &headers, self.keep_alive, delivered).await
+    }
+
+    /// A long request is on its way to the model while its digest is still being taken.
+    async fn long(
+        self: &Arc<Self>,
+        request: Request<UpBody>,
+        mut promise: Promise,
+        asked: impl Fn(Option<RequestDigest>) -> Asked,
+        provider: &Arc<dyn Provider>,
+    ) -> Ticket {
+        let upstream = Arc::clone(&self.upstream);
+        let mut sending = AbortOnDrop(tokio::spawn(async move { upstream.send(request).await }));
+        // An upstream that answers before the end, such as with "too large", answers a request that has no digest.
+        let (digest, early) = tokio::select! {
+            biased;
+            digest = &mut promise.digest => (digest.ok().flatten(), None),
+            response = &mut sending.0 => (None, Some(response)),
+        };
+        let ticket = self.admit(&asked(digest)).await;
+        if ticket.work == Work::Ask {
+            let _ = promise.proceed.send(());
+        }
+        self.work(&ticket, provider, async move {
+            let response = match early {
+                Some(response) => response,
+                None => (&mut sending.0).await,
+            };
+            response.unwrap_or_else(|error| {
+                Err(Failure::new(
+                    FailureKind::UpstreamUnreachable,
+                    format!("The request could not be sent: {error}. Try again."),
+                ))
+            })
+        });
+        ticket
+    }
+
+    async fn admit(&self, asked: &Asked) -> Ticket {
+        loop {
+            match self.turns.admit(asked, self.turns.new_recording()) {
+                Admitted::Turn(ticket) => return ticket,
+                Admitted::Wait(recording) => recording.ended().await,
+            }
+        }
+    }
+
+    /// Gets the answer going, where nobody else does.
+    fn work<F>(&self, ticket: &Ticket, provider: &Arc<dyn Provider>, response: F)
+    where
+        F: Future<Output = Result<Response<Incoming>, Failure>> + Send + 'static,
+    {
+        let driver = Driver {
+            turns: Arc::clone(&self.turns),
+            asked: ticket.asked.clone(),
+            number: ticket.number,
+            attempt: ticket.attempt,
+            gate: Arc::clone(&ticket.gate),
+            recording: Arc::clone(&ticket.recording),
+            provider: Arc::clone(provider),
+            grace: self.grace,
+        };
+        match ticket.work.clone() {
+            Work::Nothing => {}
+            Work::Ask => drop(tokio::spawn(driver.ask(response))),
+            Work::Replay { from, link } => drop(tokio::spawn(driver.replay(from, link))),
+        }
+    }
+}
+
+/// A task that ends with its owner.
+struct AbortOnDrop<T>(tokio::task::JoinHandle<T>);
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+fn is_plain(headers: &HeaderMap) -> bool {
+    headers.get(header::CONTENT_ENCODING).is_none_or(|encoding| encoding == "identity")
+}
+
+/// How long waits may take.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) header_timeout: Duration,
+    pub(crate) connections: usize,
+    pub(crate) head_bytes: usize,
+}

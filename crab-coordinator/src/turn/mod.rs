@@ -1,0 +1,446 @@
+//! The turns of all sandboxes: who asks what, which turn that is, and where its answer comes from.
+
+pub(crate) mod driver;
+pub(crate) mod gate;
+pub(crate) mod ledger;
+pub(crate) mod recording;
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crab_core::{Boundary, Digest, Error, Gate, SandboxId, Turn, TurnNumber, Verdict};
+use parking_lot::Mutex;
+use tokio::sync::mpsc;
+
+use crate::journal::{Event, Found, Journal};
+use crate::names;
+use gate::{GatePolicy, TurnGate};
+use ledger::{Admission, Answer, Gating, Known, Ledger};
+use recording::{Recording, Subscription};
+
+/// A request on a turn path.
+#[derive(Clone, Debug)]
+pub(crate) struct Asked {
+    pub(crate) sandbox: SandboxId,
+    pub(crate) provider: &'static str,
+    pub(crate) key: Option<Digest>,
+    pub(crate) conversation: Option<Digest>,
+}
+
+/// What became of a request.
+pub(crate) enum Admitted {
+    /// It has its turn.
+    Turn(Ticket),
+    /// Its turn's answer is under way and too far gone to be joined: ask again when it has ended.
+    Wait(Arc<Recording>),
+}
+
+/// A client's share in a turn.
+pub(crate) struct Ticket {
+    pub(crate) asked: Asked,
+    pub(crate) number: TurnNumber,
+    pub(crate) attempt: u32,
+    pub(crate) gate: Arc<TurnGate>,
+    pub(crate) recording: Arc<Recording>,
+    pub(crate) subscription: Subscription,
+    pub(crate) work: Work,
+}
+
+/// What the holder of a ticket has to get going.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Work {
+    /// Somebody else is at it.
+    Nothing,
+    /// Ask the model.
+    Ask,
+    /// Give what the journal has in this file, and keep it as `link` as well.
+    Replay { from: PathBuf, link: Option<PathBuf> },
+}
+
+/// One sandbox's turns.
+#[derive(Default)]
+struct Desk {
+    ledger: Ledger,
+    /// Turns whose answer is coming or whose gate is closed.
+    live: HashMap<TurnNumber, Live>,
+}
+
+struct Live {
+    gate: Arc<TurnGate>,
+    recording: Arc<Recording>,
+}
+
+/// The turns of all sandboxes.
+pub(crate) struct Turns {
+    desks: Mutex<HashMap<SandboxId, Arc<Mutex<Desk>>>>,
+    pub(crate) journal: Option<Journal>,
+    boundaries: Mutex<Option<mpsc::UnboundedSender<Boundary>>>,
+    policy: GatePolicy,
+    window: usize,
+}
+
+impl Turns {
+    pub(crate) fn new(
+        journal: Option<(Journal, HashMap<SandboxId, Found>)>,
+        boundaries: mpsc::UnboundedSender<Boundary>,
+        policy: GatePolicy,
+        window: usize,
+    ) -> Self {
+        let (journal, found) = journal.unzip();
+        let mut desks = HashMap::new();
+        for (sandbox, found) in found.unwrap_or_default() {
+            let ledger = Ledger::load(&found);
+            if let Some(journal) = &journal {
+                tidy(journal, &sandbox, &found, &ledger);
+            }
+            let desk = Desk { ledger, live: HashMap::new() };
+            desks.insert(sandbox, Arc::new(Mutex::new(desk)));
+        }
+        Self { desks: Mutex::new(desks), journal, boundaries: Mutex::new(Some(boundaries)), policy, window }
+    }
+
+    fn desk(&self, sandbox: &SandboxId) -> Arc<Mutex<Desk>> {
+        let mut desks = self.desks.lock();
+        if let Some(desk) = desks.get(sandbox) {
+            return Arc::clone(desk);
+        }
+        Arc::clone(desks.entry(sandbox.clone()).or_default())
+    }
+
+    /// A recording for an answer that is about to be asked for.
+    pub(crate) fn new_recording(&self) -> Arc<Recording> {
+        Recording::new(self.window)
+    }
+
+    /// Gives a request its turn. Where the model has to be asked, the answer goes to `recording`, which is new.
+    pub(crate) fn admit(self: &Arc<Self>, asked: &Asked, recording: Arc<Recording>) -> Admitted {
+        let desk = self.desk(&asked.sandbox);
+        let mut desk = desk.lock();
+        let admission = desk.ledger.admit(asked.key);
+        let how = match admission {
+            Admission::New => None,
+            Admission::Join(_) => Some("joined"),
+            Admission::NewFrom(_) | Admission::Replay(_) => Some("journal"),
+            Admission::AskAgain(_) => Some("model"),
+        };
+        if let Some(how) = how {
+            metrics::counter!(names::RETRIES, "how" => how).increment(1);
+        }
+        match admission {
+            Admission::New => self.open(&mut desk, asked, recording, Work::Ask),
+            Admission::NewFrom(old) => {
+                let coming = desk.live.get(&old).map(|live| Arc::clone(&live.recording));
+                let whole = desk.ledger.get(old).filter(|old| old.answer == Answer::Whole);
+                match (whole, coming) {
+                    (Some(known), _) => {
+                        let work = self.replay(&asked.sandbox, old, known, true);
+                        self.open(&mut desk, asked, recording, work)
+                    }
+                    // Its gate failed while the answer was still coming: the new turn takes the answer over when it is
+                    // whole.
+                    (None, Some(coming)) => Admitted::Wait(coming),
+                    (None, None) => self.open(&mut desk, asked, recording, Work::Ask),
+                }
+            }
+            Admission::Join(number) => {
+                let joined = desk.live.get(&number).and_then(|live| {
+                    let subscription = live.recording.subscribe()?;
+                    Some((Arc::clone(&live.gate), Arc::clone(&live.recording), subscription))
+                });
+                let known = desk.ledger.get(number).cloned();
+                match (joined, known, desk.live.get(&number)) {
+                    (Some((gate, recording, subscription)), known, _) => {
+                        let attempt = known.map_or(1, |known| known.attempt);
+                        ticket(asked, number, attempt, gate, recording, subscription, Work::Nothing)
+                    }
+                    (None, Some(known), Some(live)) if known.answer == Answer::Whole => {
+                        let gate = Arc::clone(&live.gate);
+                        let work = self.replay(&asked.sandbox, number, &known, false);
+                        self.again(asked, number, known.attempt, gate, recording, work)
+                    }
+                    (None, _, Some(live)) => Admitted::Wait(Arc::clone(&live.recording)),
+                    (None, ..) => self.open(&mut desk, asked, recording, Work::Ask),
+                }
+            }
+            Admission::Replay(number) => {
+                desk.ledger.replayed(number);
+                match desk.ledger.get(number).cloned() {
+                    Some(known) => {
+                        let work = self.replay(&asked.sandbox, number, &known, false);
+                        let gate = desk.gate(number, &known);
+                        self.again(asked, number, known.attempt, gate, recording, work)
+                    }
+                    None => self.open(&mut desk, asked, recording, Work::Ask),
+                }
+            }
+            Admission::AskAgain(number) => {
+                let attempt = desk.ledger.ask_again(number);
+                match desk.ledger.get(number).cloned() {
+                    Some(known) => {
+                        let gate = desk.gate(number, &known);
+                        desk.live.insert(number, Live { gate: Arc::clone(&gate), recording: Arc::clone(&recording) });
+                        self.again(asked, number, attempt, gate, recording, Work::Ask)
+                    }
+                    None => self.open(&mut desk, asked, recording, Work::Ask),
+                }
+            }
+        }
+    }
+
+    fn replay(&self, sandbox: &SandboxId, number: TurnNumber, known: &Known, link: bool) -> Work {
+        match &self.journal {
+            Some(journal) => Work::Replay {
+                from: journal.answer_path(sandbox, number, known.attempt),
+                // Filled in when the new turn has its number.
+                link: link.then(PathBuf::new),
+            },
+            None => Work::Ask,
+        }
+    }
+
+    /// The same turn with a recording of its own.
+    fn again(
+        &self,
+        asked: &Asked,
+        number: TurnNumber,
+        attempt: u32,
+        gate: Arc<TurnGate>,
+        recording: Arc<Recording>,
+        work: Work,
+    ) -> Admitted {
+        match recording.subscribe() {
+            Some(subscription) => ticket(asked, number, attempt, gate, recording, subscription, work),
+            // It is new, so its beginning is there; waiting for it is right in any case.
+            None => Admitted::Wait(recording),
+        }
+    }
+
+    /// Opens a new turn and gives its boundary out.
+    fn open(self: &Arc<Self>, desk: &mut Desk, asked: &Asked, recording: Arc<Recording>, mut work: Work) -> Admitted {
+        let Some(subscription) = recording.subscribe() else {
+            return Admitted::Wait(recording);
+        };
+        let number = desk.ledger.open(asked.key, asked.conversation);
+        metrics::counter!(names::TURNS, "provider" => asked.provider).increment(1);
+        if let (Some(journal), Work::Replay { link: Some(link), .. }) = (&self.journal, &mut work) {
+            *link = journal.answer_path(&asked.sandbox, number, 1);
+        }
+        let gate = TurnGate::closed();
+        desk.live.insert(number, Live { gate: Arc::clone(&gate), recording: Arc::clone(&recording) });
+        let mut turn = Turn::new(asked.sandbox.clone(), number);
+        if let Some(conversation) = asked.conversation {
+            turn = turn.with_conversation(conversation);
+        }
+        let (engine_side, hold) = Gate::new();
+        let boundary = Boundary { turn, gate: engine_side };
+        // A gate that finds nobody is dropped, which is a failed gate, not an open one.
+        let sender = self.boundaries.lock().clone();
+        let give_out = move || {
+            if let Some(sender) = sender {
+                let _ = sender.send(boundary);
+            }
+        };
+        match &self.journal {
+            // In the order of their numbers, each after its number is written.
+            Some(journal) => journal.append(
+                &asked.sandbox,
+                &Event::Opened { turn: number, key: asked.key, conversation: asked.conversation },
+                Some(Box::new(give_out)),
+            ),
+            None => give_out(),
+        }
+        self.trim(desk, &asked.sandbox);
+        self.spawn_attendant(asked.sandbox.clone(), number, Arc::clone(&gate), hold);
+        ticket(asked, number, 1, gate, recording, subscription, work)
+    }
+
+    fn trim(&self, desk: &mut Desk, sandbox: &SandboxId) {
+        let Some(journal) = &self.journal else {
+            desk.ledger.trim(1024, u64::MAX);
+            return;
+        };
+        let limits = &journal.limits;
+        for (turn, attempt) in desk.ledger.trim(limits.turns, limits.sandbox_bytes) {
+            journal.remove_answer(sandbox, turn, attempt);
+        }
+    }
+
+    fn spawn_attendant(
+        self: &Arc<Self>,
+        sandbox: SandboxId,
+        number: TurnNumber,
+        gate: Arc<TurnGate>,
+        hold: crab_core::GateHold,
+    ) {
+        let turns = Arc::clone(self);
+        tokio::spawn(async move {
+            gate.attend(hold, turns.policy, |verdict, held| {
+                turns.decided(&sandbox, number, verdict);
+                metrics::histogram!(names::HELD).record(held.as_secs_f64());
+            })
+            .await;
+        });
+    }
+
+    fn decided(&self, sandbox: &SandboxId, number: TurnNumber, verdict: &Verdict) {
+        let (name, gating, event) = match verdict {
+            Verdict::Durable(version) => {
+                ("durable", Gating::Open(Some(*version)), Event::Released { turn: number, version: Some(*version) })
+            }
+            Verdict::Unprotected(error) => {
+                tracing::warn!(%sandbox, turn = %number, %error, "an answer goes out unprotected");
+                let event = Event::Released { turn: number, version: None };
+                ("unprotected", Gating::Open(None), event)
+            }
+            Verdict::Failed(error) => {
+                tracing::warn!(%sandbox, turn = %number, %error, "a gate failed: the agent is asked to try again");
+                ("failed", Gating::Failed, Event::Refused { turn: number })
+            }
+        };
+        metrics::counter!(names::VERDICTS, "verdict" => name).increment(1);
+        let desk = self.desk(sandbox);
+        let mut desk = desk.lock();
+        desk.ledger.set_gating(number, gating);
+        if gating == Gating::Failed
+            && let Some(live) = desk.live.get(&number)
+        {
+            live.recording.keep();
+        }
+        desk.retire(number);
+        drop(desk);
+        if let Some(journal) = &self.journal {
+            journal.append(sandbox, &event, None);
+        }
+    }
+
+    /// An attempt's answer is whole in the journal.
+    pub(crate) fn answer_whole(&self, asked: &Asked, number: TurnNumber, attempt: u32, bytes: u64) {
+        metrics::counter!(names::JOURNALED).increment(1);
+        let desk = self.desk(&asked.sandbox);
+        let mut desk = desk.lock();
+        desk.ledger.set_whole(number, attempt, bytes);
+        desk.retire(number);
+    }
+
+    /// An attempt's answer will not be had again.
+    pub(crate) fn answer_gone(&self, asked: &Asked, number: TurnNumber, attempt: u32) {
+        let desk = self.desk(&asked.sandbox);
+        let mut desk = desk.lock();
+        desk.ledger.set_gone(number, attempt);
+        desk.retire(number);
+    }
+
+    /// A whole answer was handed to a client.
+    pub(crate) fn delivered(&self, sandbox: &SandboxId, number: TurnNumber) {
+        self.desk(sandbox).lock().ledger.set_delivered(number);
+        if let Some(journal) = &self.journal {
+            journal.append(sandbox, &Event::Delivered { turn: number }, None);
+        }
+    }
+
+    /// The sandbox was restored.
+    pub(crate) fn rewind(&self, sandbox: &SandboxId, replay: bool) {
+        self.desk(sandbox).lock().ledger.rewind(replay);
+        if let Some(journal) = &self.journal {
+            journal.append(sandbox, &Event::Rewound { replay }, None);
+        }
+    }
+
+    pub(crate) fn set_floor(&self, sandbox: &SandboxId, turn: TurnNumber) {
+        self.desk(sandbox).lock().ledger.floor(turn);
+        if let Some(journal) = &self.journal {
+            journal.append(sandbox, &Event::Floor { turn }, None);
+        }
+    }
+
+    pub(crate) fn forget_before(&self, sandbox: &SandboxId, before: TurnNumber) {
+        let dropped = self.desk(sandbox).lock().ledger.forget_before(before);
+        if let Some(journal) = &self.journal {
+            for (turn, attempt) in dropped {
+                journal.remove_answer(sandbox, turn, attempt);
+            }
+            journal.append(sandbox, &Event::Forgotten { before }, None);
+        }
+    }
+
+    pub(crate) fn forget(&self, sandbox: &SandboxId) {
+        self.desks.lock().remove(sandbox);
+        if let Some(journal) = &self.journal {
+            journal.remove_sandbox(sandbox);
+        }
+    }
+
+    /// What is known of a sandbox's turns, oldest first.
+    pub(crate) fn list(&self, sandbox: &SandboxId) -> Vec<(TurnNumber, Known)> {
+        let desk = self.desks.lock().get(sandbox).cloned();
+        desk.map_or_else(Vec::new, |desk| {
+            let desk = desk.lock();
+            desk.ledger.iter().map(|(number, known)| (number, known.clone())).collect()
+        })
+    }
+
+    pub(crate) fn newest(&self, sandbox: &SandboxId) -> Option<TurnNumber> {
+        let desk = self.desks.lock().get(sandbox).cloned()?;
+        desk.lock().ledger.newest()
+    }
+
+    /// No more boundaries will come.
+    pub(crate) fn close(&self) {
+        self.boundaries.lock().take();
+    }
+}
+
+impl Desk {
+    fn gate(&self, number: TurnNumber, known: &Known) -> Arc<TurnGate> {
+        if let Some(live) = self.live.get(&number) {
+            return Arc::clone(&live.gate);
+        }
+        TurnGate::decided(match known.gating {
+            Gating::Open(Some(version)) => Verdict::Durable(version),
+            Gating::Open(None) => Verdict::Unprotected(Arc::new(Error::new(
+                crab_core::ErrorKind::Cancelled,
+                "the turn went on unprotected",
+            ))),
+            // Turns with such gates are live, or are asked anew under a new gate.
+            Gating::Closed | Gating::Failed => {
+                Verdict::Failed(Arc::new(Error::new(crab_core::ErrorKind::Internal, "the turn has no gate")))
+            }
+        })
+    }
+
+    fn retire(&mut self, number: TurnNumber) {
+        let done = self
+            .ledger
+            .get(number)
+            .is_none_or(|known| known.answer != Answer::Coming && known.gating != Gating::Closed);
+        if done {
+            self.live.remove(&number);
+        }
+    }
+}
+
+fn ticket(
+    asked: &Asked,
+    number: TurnNumber,
+    attempt: u32,
+    gate: Arc<TurnGate>,
+    recording: Arc<Recording>,
+    subscription: Subscription,
+    work: Work,
+) -> Admitted {
+    Admitted::Turn(Ticket { asked: asked.clone(), number, attempt, gate, recording, subscription, work })
+}
+
+/// Removes answers that no turn refers to, and writes an index anew that has grown far beyond what it says.
+fn tidy(journal: &Journal, sandbox: &SandboxId, found: &Found, ledger: &Ledger) {
+    for &(turn, attempt, _) in &found.answers {
+        if ledger.get(turn).is_none_or(|known| known.attempt != attempt) {
+            journal.remove_answer(sandbox, turn, attempt);
+        }
+    }
+    let events = ledger.events();
+    if found.events.len() > 2 * events.len() + 64 {
+        journal.rewrite(sandbox, &events);
+    }
+}

@@ -1,0 +1,179 @@
+//! The model's server.
+
+use std::error::Error as StdError;
+use std::time::Duration;
+
+use bytes::Bytes;
+use crab_core::{Error, ErrorKind, Result};
+use http::header::{self, HeaderMap};
+use http::uri::{Authority, PathAndQuery, Scheme};
+use http::{Request, Response, Uri, Version};
+use http_body_util::combinators::UnsyncBoxBody;
+use hyper::body::Incoming;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use parking_lot::RwLock;
+
+use crate::body::BoxError;
+use crate::headers::strip_hop_by_hop;
+use crate::provider::{Failure, FailureKind};
+
+/// The body of a request on its way to the model.
+pub(crate) type UpBody = UnsyncBoxBody<Bytes, BoxError>;
+
+/// Where requests go.
+#[derive(Clone, Debug)]
+struct Base {
+    scheme: Scheme,
+    authority: Authority,
+    /// Without a trailing slash.
+    path: String,
+}
+
+impl Base {
+    fn parse(url: &str) -> Result<Self> {
+        let refuse = |why: &str| {
+            Error::new(ErrorKind::InvalidInput, format!("the upstream \"{url}\" {why}"))
+                .fix("give it as http://host:port or http://host:port/path")
+        };
+        let uri: Uri = url.parse().map_err(|_| refuse("is not a URL"))?;
+        let parts = uri.into_parts();
+        let (Some(scheme), Some(authority)) = (parts.scheme, parts.authority) else {
+            return Err(refuse("names no scheme or no host"));
+        };
+        if scheme != Scheme::HTTP {
+            return Err(refuse("has a scheme that is not supported"));
+        }
+        if authority.as_str().contains('@') {
+            return Err(refuse("holds credentials; those belong into the agent's requests"));
+        }
+        let path_and_query = parts.path_and_query;
+        if path_and_query.as_ref().is_some_and(|path| path.query().is_some()) {
+            return Err(refuse("holds a query"));
+        }
+        let path = path_and_query.map_or(String::new(), |path| path.path().trim_end_matches('/').to_owned());
+        Ok(Self { scheme, authority, path })
+    }
+
+    fn uri(&self, request: &Uri) -> Option<Uri> {
+        let path_and_query = request.path_and_query().map_or("/", PathAndQuery::as_str);
+        let path_and_query = if self.path.is_empty() {
+            request.path_and_query().cloned()?
+        } else {
+            PathAndQuery::try_from(format!("{}{path_and_query}", self.path)).ok()?
+        };
+        Uri::builder()
+            .scheme(self.scheme.clone())
+            .authority(self.authority.clone())
+            .path_and_query(path_and_query)
+            .build()
+            .ok()
+    }
+}
+
+/// The model's server, with a pool of connections. A request is sent once: where a connection breaks after any byte of
+/// it may have been sent, the agent gets an error and decides itself.
+#[derive(Debug)]
+pub(crate) struct Upstream {
+    client: Client<HttpConnector, UpBody>,
+    base: RwLock<Base>,
+}
+
+impl Upstream {
+    pub(crate) fn new(url: &str, connect_timeout: Duration) -> Result<Self> {
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(connect_timeout));
+        connector.set_keepalive(Some(Duration::from_secs(60)));
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(Duration::from_secs(60))
+            .http1_max_buf_size(64 * 1024)
+            .build(connector);
+        Ok(Self { client, base: RwLock::new(Base::parse(url)?) })
+    }
+
+    /// Sends requests elsewhere from now on.
+    pub(crate) fn set(&self, url: &str) -> Result<()> {
+        *self.base.write() = Base::parse(url)?;
+        Ok(())
+    }
+
+    /// Sends a request. Dropping the future or the response's body closes the connection, which cancels the request.
+    pub(crate) async fn send(&self, mut request: Request<UpBody>) -> Result<Response<Incoming>, Failure> {
+        let base = self.base.read().clone();
+        let Some(uri) = base.uri(request.uri()) else {
+            return Err(Failure::new(FailureKind::BadRequest, "The request's path cannot be forwarded."));
+        };
+        *request.uri_mut() = uri;
+        *request.version_mut() = Version::HTTP_11;
+        prepare(request.headers_mut());
+        self.client.request(request).await.map_err(|error| {
+            let why = causes(&error);
+            let authority = &base.authority;
+            Failure::new(
+                FailureKind::UpstreamUnreachable,
+                if error.is_connect() {
+                    format!(
+                        "The model's server at {authority} cannot be reached ({why}). Check that it runs and that the coordinator's upstream address is right, then try again."
+                    )
+                } else {
+                    format!(
+                        "The model's server at {authority} did not answer as it should ({why}). It may have seen the request, which was not sent a second time. Try again."
+                    )
+                },
+            )
+        })
+    }
+}
+
+/// Takes out what concerned the agent's connection.
+fn prepare(headers: &mut HeaderMap) {
+    strip_hop_by_hop(headers);
+    // The upstream's own name is put in its place.
+    headers.remove(header::HOST);
+    // The expectation was met by this side already.
+    headers.remove(header::EXPECT);
+}
+
+/// An error's causes, outermost first.
+pub(crate) fn causes(error: &dyn StdError) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let next = error.to_string();
+        if !text.contains(&next) {
+            text.push_str(": ");
+            text.push_str(&next);
+        }
+        cause = error.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_put_behind_the_base() {
+        for (base, path, whole) in [
+            ("http://h:1", "/v1/messages?beta=true", "http://h:1/v1/messages?beta=true"),
+            ("http://h:1/", "/v1", "http://h:1/v1"),
+            ("http://h/api/", "/v1?x=%2F", "http://h/api/v1?x=%2F"),
+            ("http://h", "http://other/v1", "http://h/v1"),
+        ] {
+            let uri = Base::parse(base).unwrap().uri(&path.parse().unwrap());
+            assert_eq!(uri.unwrap().to_string(), whole);
+        }
+    }
+
+    #[test]
+    fn what_is_no_upstream_is_refused_with_what_to_do() {
+        for bad in ["", "x", "/v1", "ftp://h", "http://", "http://u:p@h", "http://h/?q"] {
+            let error = Base::parse(bad).unwrap_err();
+            assert!(error.to_string().contains("give it as"), "{bad}: {error}");
+        }
+    }
+}

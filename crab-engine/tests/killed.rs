@@ -1,0 +1,288 @@
+//! SIGKILL of a process that embeds the engine, at any effect; then another process opens the store.
+//!
+//! A child works on a world in a directory until it reaches a step at which it kills itself. It notes what was promised
+//! to it: versions that a gate opened for, with what the sandbox held, and restores that returned. The parent then
+//! opens the store, checks every promise and the invariants, and lets the next child go on from there.
+//!
+//! `CRAB_KILLS` sets the number of kills, 500 by default.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "common/dir_world.rs"]
+mod dir_world;
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crab_core::{
+    Boundary, Condition, Domain, Gate, Half, OperationId, Origin, SandboxId, Turn, TurnNumber, Verdict, VersionId,
+};
+use crab_engine::{Engine, ForkOptions, RestoreOptions, Select};
+use dir_world::{Contents, DirWorld};
+use serde::{Deserialize, Serialize};
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Note {
+    /// A gate opened with this version while the sandbox held this.
+    Durable { sandbox: SandboxId, version: VersionId, files: Contents, processes: Contents },
+    /// A removal was asked for: from now on the version may be gone.
+    Removing { sandbox: SandboxId, version: VersionId },
+    /// A removal returned: the version is gone.
+    Removed { sandbox: SandboxId, version: VersionId },
+    /// A restore returned.
+    Restored { sandbox: SandboxId, operation: OperationId, version: VersionId },
+}
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+struct Paths {
+    world: PathBuf,
+    store: PathBuf,
+    notes: PathBuf,
+}
+
+impl Paths {
+    fn new(root: &Path) -> Self {
+        Self { world: root.join("world"), store: root.join("store"), notes: root.join("notes") }
+    }
+}
+
+async fn open(world: &DirWorld, store: &Path, hook: dir_world::Hook) -> crab_core::Result<Engine> {
+    Engine::builder(store)
+        .filesystem(world.backend(Domain::Filesystem))
+        .process(world.backend(Domain::Process))
+        .host(Arc::new(world.clone()))
+        .delta(Arc::new(world.clone()))
+        .steps(Arc::new(move |step| {
+            hook(step);
+            Ok(())
+        }))
+        .open()
+        .await
+}
+
+fn main_box() -> SandboxId {
+    SandboxId::new("box").unwrap()
+}
+
+/// Finishes what a dead engine left, restores what it left stopped, attaches everything.
+async fn take_over(engine: &Engine, world: &DirWorld) {
+    for unfinished in engine.opened().unfinished.clone() {
+        let operation = Some(unfinished.operation.clone());
+        match &unfinished.from {
+            None => {
+                let options = RestoreOptions { operation, ..RestoreOptions::default() };
+                engine.restore(&unfinished.sandbox, Select::Latest, options).await.unwrap();
+            }
+            Some(from) => {
+                let options = ForkOptions { operation };
+                engine.fork(from, unfinished.version, &unfinished.sandbox, options).await.unwrap();
+            }
+        }
+    }
+    for sandbox in engine.sandboxes() {
+        if world.condition_of(&sandbox.id) == Condition::Stopped && sandbox.standing.is_some() {
+            engine.restore(&sandbox.id, Select::Latest, RestoreOptions::default()).await.unwrap();
+        }
+        engine.attach(&sandbox.id).await.unwrap();
+    }
+}
+
+/// The child: never returns.
+async fn work(paths: &Paths, seed: u64, kill_at: u64) {
+    let mut random = Random(seed | 1);
+    let count = Arc::new(AtomicU64::new(0));
+    let hook: dir_world::Hook = Arc::new(move |_| {
+        if count.fetch_add(1, Ordering::SeqCst) == kill_at {
+            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+            loop {
+                std::thread::park();
+            }
+        }
+    });
+    let world = DirWorld::new(&paths.world, hook.clone());
+    let notes = std::fs::OpenOptions::new().create(true).append(true).open(&paths.notes).unwrap();
+    let note = |note: Note| {
+        let mut line = serde_json::to_string(&note).unwrap();
+        line.push('\n');
+        (&notes).write_all(line.as_bytes()).unwrap();
+    };
+    let engine = open(&world, &paths.store, hook).await.unwrap();
+    world.create(&main_box(), Condition::Running);
+    take_over(&engine, &world).await;
+    engine.attach(&main_box()).await.unwrap();
+    for round in 0u64.. {
+        let boxes: Vec<SandboxId> = engine.sandboxes().into_iter().map(|sandbox| sandbox.id).collect();
+        let id = boxes[usize::try_from(random.below(boxes.len() as u64)).unwrap()].clone();
+        let versions: Vec<VersionId> = engine.versions(&id).iter().map(|manifest| manifest.version).collect();
+        let any = |random: &mut Random| versions[usize::try_from(random.below(versions.len() as u64)).unwrap()];
+        match random.below(10) {
+            0 if !versions.is_empty() => {
+                let operation = OperationId::new(format!("{seed:x}-{round}")).unwrap();
+                let options = RestoreOptions { operation: Some(operation.clone()), ..RestoreOptions::default() };
+                let report = engine.restore(&id, Select::Version(any(&mut random)), options).await.unwrap();
+                note(Note::Restored { sandbox: id, operation, version: report.version });
+            }
+            1 if !versions.is_empty() => {
+                let version = any(&mut random);
+                note(Note::Removing { sandbox: id.clone(), version });
+                if engine.remove(&id, version).await.is_ok() {
+                    note(Note::Removed { sandbox: id, version });
+                }
+            }
+            2 if !versions.is_empty() && boxes.len() < 3 => {
+                let into = SandboxId::new(format!("fork-{seed:x}-{round}")).unwrap();
+                world.create(&into, Condition::Stopped);
+                engine.fork(&id, any(&mut random), &into, ForkOptions::default()).await.unwrap();
+            }
+            action => {
+                if action % 3 != 0 {
+                    let mut files = world.get(&id, Domain::Filesystem);
+                    files.insert(format!("/{}", random.below(4)), format!("{seed:x}-{round}"));
+                    world.set(&id, Domain::Filesystem, &files);
+                }
+                if action % 3 != 1 {
+                    let mut processes = world.get(&id, Domain::Process);
+                    processes.insert("server".to_owned(), format!("{seed:x}-{round}"));
+                    world.set(&id, Domain::Process, &processes);
+                }
+                let (gate, mut hold) = Gate::new();
+                hold.answer_waiting();
+                engine.turn(Boundary { turn: Turn::new(id.clone(), TurnNumber(round)), gate }).await;
+                let Verdict::Durable(version) = hold.verdict().await else { panic!("the turn failed") };
+                let (files, processes) = (world.get(&id, Domain::Filesystem), world.get(&id, Domain::Process));
+                note(Note::Durable { sandbox: id, version, files, processes });
+            }
+        }
+    }
+}
+
+/// Not a test of its own: the process that the test kills.
+#[test]
+fn child() {
+    let (Ok(root), Ok(seed), Ok(kill_at)) =
+        (std::env::var("CRAB_KILL_ROOT"), std::env::var("CRAB_KILL_SEED"), std::env::var("CRAB_KILL_AT"))
+    else {
+        return;
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(work(&Paths::new(Path::new(&root)), seed.parse().unwrap(), kill_at.parse().unwrap()));
+}
+
+/// Checks every promise that was made and what must always hold.
+async fn check(paths: &Paths, context: &str) {
+    let world = DirWorld::new(&paths.world, Arc::new(|_| {}));
+    let engine =
+        open(&world, &paths.store, Arc::new(|_| {})).await.unwrap_or_else(|error| panic!("{context}: {error}"));
+    assert!(engine.opened().damaged.is_empty(), "{context}: {:?}", engine.opened().damaged);
+    for sandbox in engine.sandboxes() {
+        assert_ne!(world.condition_of(&sandbox.id), Condition::Frozen, "{context}: {}", sandbox.id);
+    }
+    let unfinished: Vec<OperationId> = engine.opened().unfinished.iter().map(|op| op.operation.clone()).collect();
+
+    let mut promised: BTreeMap<(SandboxId, VersionId), Option<(Contents, Contents)>> = BTreeMap::new();
+    let text = std::fs::read_to_string(&paths.notes).unwrap_or_default();
+    let notes: Vec<Note> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let mut gone = Vec::new();
+    for note in notes {
+        match note {
+            Note::Durable { sandbox, version, files, processes } => {
+                promised.insert((sandbox, version), Some((files, processes)));
+            }
+            Note::Removing { sandbox, version } => {
+                promised.remove(&(sandbox, version));
+            }
+            Note::Removed { sandbox, version } => gone.push((sandbox, version)),
+            Note::Restored { sandbox, operation, version } => {
+                // Known as done, so asking again returns the report, until newer ones push it out.
+                assert!(!unfinished.contains(&operation), "{context}: {operation} had returned");
+                promised.entry((sandbox, version)).or_insert(None);
+            }
+        }
+    }
+    for ((sandbox, version), state) in &promised {
+        let versions = engine.versions(sandbox);
+        let found = versions.iter().find(|manifest| manifest.version == *version);
+        let manifest = found.unwrap_or_else(|| panic!("{context}: {sandbox} {version} was promised and is gone"));
+        let Some((files, processes)) = state else { continue };
+        let stored = |half: &Half| world.stored(half.artifact().unwrap());
+        assert_eq!(stored(&manifest.filesystem).as_ref(), Some(files), "{context}: {sandbox} {version}");
+        assert_eq!(stored(&manifest.process).as_ref(), Some(processes), "{context}: {sandbox} {version}");
+    }
+    for (sandbox, version) in gone {
+        assert!(!engine.versions(&sandbox).iter().any(|m| m.version == version), "{context}: {version} came back");
+    }
+
+    take_over(&engine, &world).await;
+    let mut named = std::collections::BTreeSet::new();
+    for sandbox in engine.sandboxes() {
+        if sandbox.standing.is_some() {
+            assert_eq!(world.condition_of(&sandbox.id), Condition::Running, "{context}: {}", sandbox.id);
+        }
+        for manifest in engine.versions(&sandbox.id) {
+            for artifact in manifest.artifacts() {
+                assert!(world.stored(artifact).is_some(), "{context}: {} {}", sandbox.id, manifest.version);
+                named.insert((artifact.domain, artifact.sandbox.to_string(), artifact.id.to_string()));
+            }
+            assert!(!matches!(manifest.origin, Origin::Request), "{context}");
+        }
+    }
+    let orphans: Vec<_> = world.artifacts().into_iter().filter(|artifact| !named.contains(artifact)).collect();
+    assert!(orphans.is_empty(), "{context}: {orphans:?}");
+    // A restore brings back what stands.
+    let id = main_box();
+    if let Some(standing) = engine.sandboxes().iter().find(|s| s.id == id).and_then(|s| s.standing) {
+        engine.restore(&id, Select::Latest, RestoreOptions::default()).await.unwrap();
+        let versions = engine.versions(&id);
+        let manifest = versions.iter().find(|manifest| manifest.version == standing).unwrap();
+        let files = world.stored(manifest.filesystem.artifact().unwrap()).unwrap();
+        assert_eq!(world.get(&id, Domain::Filesystem), files, "{context}");
+    }
+    engine.close().await;
+}
+
+/// Memory where there is, so that 500 runs do not wait for a disk.
+fn scratch() -> tempfile::TempDir {
+    let fast = Path::new("/dev/shm");
+    if fast.is_dir() { tempfile::tempdir_in(fast) } else { tempfile::tempdir() }.unwrap()
+}
+
+#[test]
+fn whatever_was_promised_survives_a_kill_at_any_step() {
+    let kills: u64 = std::env::var("CRAB_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(500);
+    let seed: u64 = std::env::var("CRAB_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0x5eed);
+    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut scratch_dir = scratch();
+    for kill in 0..kills {
+        if kill % 10 == 0 {
+            scratch_dir = scratch();
+        }
+        let (child_seed, kill_at) = (random.below(u64::MAX), random.below(150));
+        let context = format!("kill {kill} of CRAB_SEED={seed}: child {child_seed} at step {kill_at}");
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child", "--nocapture"])
+            .env("CRAB_KILL_ROOT", scratch_dir.path())
+            .env("CRAB_KILL_SEED", child_seed.to_string())
+            .env("CRAB_KILL_AT", kill_at.to_string())
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.signal(), Some(9), "{context}: {:?}\n{said}", output.status);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(check(&Paths::new(scratch_dir.path()), &context));
+    }
+}
