@@ -55,6 +55,22 @@ struct {
 	__type(value, struct on_cpu);
 } running SEC(".maps");
 
+/* The number of a btrfs subvolume to the sandbox whose root it is. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, MOST_SANDBOXES);
+	__type(key, u64);
+	__type(value, u32);
+} roots SEC(".maps");
+
+/* Counts what others than sandboxes may have done to files of any of them. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, u32);
+	__type(value, u64);
+} outside SEC(".maps");
+
 static __always_inline struct slot *slot_of(u32 sandbox)
 {
 	u64 *epoch = bpf_map_lookup_elem(&epochs, &sandbox);
@@ -158,6 +174,8 @@ static __always_inline void leave(struct slot *slot, u32 what, s32 act)
 	__sync_fetch_and_or(&slot->left, what);
 	if (what & LEFT_KERNEL)
 		slot->left_act = act;
+	if (what & LEFT_FILES)
+		slot->files_act = act;
 }
 
 SEC("tp_btf/sched_switch")
@@ -205,8 +223,11 @@ int BPF_PROG(on_signal, int sig, struct kernel_siginfo *info, struct task_struct
 	if (sig == SIG_CHILD || (result == 1 && sig != SIG_CONTINUE))
 		return 0;
 	sandbox = task_sandbox(task);
-	if (sandbox && (slot = slot_of(sandbox - 1)))
+	if (sandbox && (slot = slot_of(sandbox - 1))) {
 		acted(slot, task->start_boottime, task->pid, -sig);
+		if (sig > 0 && sig < 32 && (DUMPS_CORE >> sig & 1))
+			leave(slot, LEFT_FILES, 0);
+	}
 	return 0;
 }
 
@@ -526,6 +547,158 @@ static __always_inline void note_left(struct task_struct *task, struct slot *slo
 	}
 }
 
+#define NO_FILE 0
+#define OTHER_FILE 1
+#define STREAM 2
+
+/* Whether what is behind a descriptor is a stream to somewhere or a switch of the kernel, or a file. */
+static __always_inline int kind_of(struct task_struct *task, long fd, bool *writable)
+{
+	struct file *file = file_at(task, fd);
+	struct inode *inode;
+	unsigned long magic;
+	u16 kind;
+
+	if (!file)
+		return NO_FILE;
+	*writable = BPF_CORE_READ(file, f_mode) & 2;
+	inode = BPF_CORE_READ(file, f_inode);
+	kind = BPF_CORE_READ(inode, i_mode) & 0170000;
+	if (kind == 0010000 || kind == 0140000 || kind == 0020000)
+		return STREAM;
+	magic = BPF_CORE_READ(inode, i_sb, s_magic);
+	return magic == 0x9fa0 || magic == 0x62656572 || magic == 0x63677270 ? STREAM : OTHER_FILE;
+}
+
+/* O_CREAT, O_TRUNC, __O_TMPFILE: the same numbers on both architectures */
+#define MAKES_FILES 020001100
+
+/* What a system call that succeeded may have done to files: everything that is not known to do nothing. */
+static __always_inline u32 files_touched(struct task_struct *task, struct pt_regs *regs, long nr, long ret)
+{
+	bool writable = false;
+	long fd;
+
+	switch (nr) {
+	case -1: /* a return from a signal handler, or a call that a tracer suppressed */
+	CASE_HARMLESS:
+		return 0;
+	case NR_WRITE:
+	case NR_WRITEV:
+	case NR_SENDFILE:
+	case NR_IOCTL:
+		fd = ARG0(regs);
+		break;
+	case NR_SPLICE:
+		fd = ARG2(regs);
+		break;
+	case NR_OPENAT:
+	case NR_OPEN_BY_HANDLE_AT:
+		if (!(ARG2(regs) & MAKES_FILES))
+			return 0;
+		fd = ret;
+		break;
+#if defined(__TARGET_ARCH_x86)
+	case NR_OPEN:
+		if (!(ARG1(regs) & MAKES_FILES))
+			return 0;
+		fd = ret;
+		break;
+#endif
+	case NR_MADVISE:
+		return ARG2(regs) == 9 ? LEFT_FILES : 0;
+	case NR_MMAP:
+		/* Anonymous, or private. */
+		if ((ARG3(regs) & 0x20) || !(ARG3(regs) & 1))
+			return 0;
+		if (kind_of(task, ARG4(regs), &writable) != NO_FILE && !writable)
+			return 0;
+		return LEFT_MAPPED | LEFT_FILES;
+	case NR_IO_SUBMIT:
+	case NR_IO_URING_SETUP:
+		return LEFT_ASYNC | LEFT_FILES;
+	default:
+		return LEFT_FILES;
+	}
+	return kind_of(task, fd, &writable) == STREAM ? 0 : LEFT_FILES;
+}
+
+static __always_inline void count_outside(void)
+{
+	u32 zero = 0;
+	u64 *count = bpf_map_lookup_elem(&outside, &zero);
+
+	if (count)
+		__sync_fetch_and_add(count, 1);
+}
+
+/* Whether a task of the host does something that changes no file of a subvolume that was there before. */
+static __always_inline bool keeps_house(struct task_struct *task)
+{
+	struct pt_regs *regs = (struct pt_regs *)bpf_task_pt_regs(task);
+	long nr = SYSCALL_NR(regs);
+
+	if (nr == NR_SYNC || nr == NR_SYNCFS || nr == NR_FSYNC || nr == NR_FDATASYNC)
+		return true;
+	if (nr != NR_IOCTL)
+		return false;
+	switch ((u32)ARG1(regs)) {
+	case 0x50009417: /* SNAP_CREATE_V2 */
+	case 0x50009418: /* SUBVOL_CREATE_V2 */
+	case 0x5000940f: /* SNAP_DESTROY */
+	case 0x5000943f: /* SNAP_DESTROY_V2 */
+		return true;
+	}
+	return false;
+}
+
+/* Room is reserved for a change of metadata, in the context of who asks for it. */
+SEC("tp_btf/btrfs_space_reservation")
+int BPF_PROG(on_btrfs_room, struct btrfs_fs_info *fs, const char *type, u64 what, u64 bytes, int reserve)
+{
+	struct task_struct *task;
+	struct slot *slot;
+	u32 sandbox;
+
+	if (!reserve)
+		return 0;
+	sandbox = current_sandbox();
+	if (sandbox) {
+		slot = slot_of(sandbox - 1);
+		if (slot)
+			leave(slot, LEFT_FILES, 0);
+		return 0;
+	}
+	task = bpf_get_current_task_btf();
+	/* A thread of the kernel works off what was seen when it was asked for, or shows below. */
+	if (!(task->flags & 0x00200000) && !keeps_house(task))
+		count_outside();
+	return 0;
+}
+
+/* Data of a file will be written, whoever does it: through a system call, a mapping, a loop device. */
+SEC("tp_btf/btrfs_inode_mod_outstanding_extents")
+int BPF_PROG(on_btrfs_data, struct btrfs_root *root, u64 inode, int more, unsigned int sum)
+{
+	u64 id = root->root_key.objectid;
+	struct slot *slot;
+	u32 *sandbox;
+
+	if (more <= 0 || id < 256)
+		return 0;
+	sandbox = bpf_map_lookup_elem(&roots, &id);
+	if (!sandbox)
+		return 0;
+	if (*sandbox == SHARED_ROOT) {
+		count_outside();
+		return 0;
+	}
+	slot = slot_of(*sandbox);
+	if (slot)
+		leave(slot, LEFT_FILES, 0);
+	return 0;
+}
+
 SEC("tp_btf/sys_exit")
 int BPF_PROG(on_syscall, struct pt_regs *regs, long ret)
 {
@@ -541,10 +714,12 @@ int BPF_PROG(on_syscall, struct pt_regs *regs, long ret)
 		return 0;
 	task = bpf_get_current_task_btf();
 	if (IS_COMPAT(task)) {
-		leave(slot, LEFT_COMPAT, 0);
+		leave(slot, LEFT_COMPAT | LEFT_FILES, 0);
 		return 0;
 	}
 	nr = SYSCALL_NR(regs);
+	if (ret >= 0)
+		leave(slot, files_touched(task, regs, nr, ret), nr);
 	if (inert(task, regs, nr, ret))
 		return 0;
 	acted(slot, task->start_boottime, task->pid, nr);

@@ -123,7 +123,20 @@ struct thread_info {
 	u32 status;
 };
 
+struct btrfs_key {
+	u64 objectid;
+};
+
+struct btrfs_root {
+	struct btrfs_key root_key;
+};
+
+struct btrfs_fs_info {
+	u64 generation;
+};
+
 struct task_struct {
+	unsigned int flags;
 	struct thread_info thread_info;
 	int pid;
 	int tgid;

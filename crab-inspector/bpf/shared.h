@@ -12,6 +12,9 @@
 /* Different depths of cgroups under which sandboxes lie. */
 #define MOST_LEVELS 4
 
+/* In place of a sandbox: several share the number of their root. */
+#define SHARED_ROOT ((u32)-1)
+
 /* What stays behind of a task that is gone. */
 enum left {
 	/* A system call changed state that the kernel holds. */
@@ -29,6 +32,12 @@ enum left {
 	LEFT_SENT_OVERFLOW = 1 << 7,
 	/* A file descriptor could not be followed to its file. */
 	LEFT_UNREADABLE = 1 << 8,
+	/* A file may have changed. */
+	LEFT_FILES = 1 << 9,
+	/* A file was mapped so that stores to memory change it. */
+	LEFT_MAPPED = 1 << 10,
+	/* A task can have files changed without a system call of its own. */
+	LEFT_ASYNC = 1 << 11,
 };
 
 struct destination {
@@ -56,7 +65,8 @@ struct slot {
 	/* enum left */
 	u32 left;
 	u32 destination_count;
-	u32 pad;
+	/* What may have changed a file: the system call, or 0. */
+	s32 files_act;
 	u64 pipes[PIPE_WORDS];
 	struct destination destinations[MOST_DESTINATIONS];
 };

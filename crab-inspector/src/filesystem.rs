@@ -32,6 +32,14 @@ pub(crate) enum Root {
 }
 
 impl Root {
+    /// The number of the subvolume.
+    pub(crate) fn number(&self) -> Option<u64> {
+        match self {
+            Self::Subvolume(subvolume) => subvolume.number().ok(),
+            Self::Other(_) => None,
+        }
+    }
+
     /// The device number that its files bear.
     pub(crate) fn device(&self) -> Option<u64> {
         match self {

@@ -54,6 +54,8 @@ pub(crate) struct Interval {
     pub(crate) act: i32,
     pub(crate) left: u32,
     pub(crate) left_act: i32,
+    /// What may have changed a file: the system call, or 0.
+    pub(crate) files_act: i32,
     pub(crate) pipes: Pipes,
     pub(crate) destinations: Vec<Destination>,
 }
@@ -77,6 +79,9 @@ impl Interval {
             self.left_act = other.left_act;
         }
         self.pipes.join(&other.pipes);
+        if other.left & left::FILES != 0 {
+            self.files_act = other.files_act;
+        }
         for to in &other.destinations {
             if !self.destinations.contains(to) {
                 self.destinations.push(*to);
@@ -97,6 +102,7 @@ impl From<&Slot> for Interval {
             act: slot.act,
             left: slot.left,
             left_act: slot.left_act,
+            files_act: slot.files_act,
             pipes: Pipes::new(&slot.pipes),
             destinations: slot.destinations[..destinations].to_vec(),
         }

@@ -211,6 +211,24 @@ impl Holdings {
     }
 }
 
+/// Whether a process has a file mapped in a way by which it may be changed, now or after a change of protection.
+pub(crate) fn maps_files(processes: &BTreeSet<u32>) -> io::Result<bool> {
+    for process in processes {
+        let maps = match fs::read(Path::new("/proc").join(process.to_string()).join("maps")) {
+            Err(error) if gone(&error) => continue,
+            other => other?,
+        };
+        let found = maps
+            .split(|b| *b == b'\n')
+            .filter_map(Mapping::parse)
+            .any(|mapping| mapping.shared && mapping.inode != 0 && !is_memory(mapping.path));
+        if found {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 fn too_many() -> io::Error {
     io::Error::other("the processes hold too many files to look at")
 }

@@ -16,7 +16,7 @@ use crate::bpf::layout::{Destination, NOBODY, left};
 use crate::bpf::{Kernel, Registered};
 use crate::filesystem::{self, Base, Mark, Root};
 use crate::history::{History, Interval, nobody_before};
-use crate::holdings::Holdings;
+use crate::holdings::{Holdings, maps_files};
 use crate::ledger::Ledger;
 use crate::mounts::{self, Mounts};
 use crate::net::{Difference, Limits};
@@ -99,7 +99,10 @@ impl InspectorBuilder {
 /// - nothing that came and went left anything behind: in kernel state (ipc, mounts, memory or limits of others, keys),
 ///   in a pipe, socket or terminal that a process of the version holds, or in a tmpfs.
 ///
-/// **Files** are judged as by [`PollingInspector`](crate::PollingInspector). Files that changed while a process of the
+/// **Files** are judged as by [`PollingInspector`](crate::PollingInspector), but a look at them is left out while nothing
+/// can have changed them since the last one: tasks of the sandbox made only system calls that are known to change no
+/// file, none of them could store to a mapped file, and nobody else wrote to the root or to the metadata of any btrfs.
+/// This needs a kernel with btrfs built in. Files that changed while a process of the
 /// version holds them, or a path that leads to them, make the processes changed too ([`Evidence::Crossing`]).
 ///
 /// Limits: a process outside the sandbox that writes into the memory of one inside, or into a pipe or socket of one that
@@ -142,7 +145,7 @@ impl StateDelta for Inspector {
         self.sandboxes.remove(&sandbox.id);
         let watched = Watched {
             settings: self.settings.clone(),
-            registered: self.kernel.register(&sandbox.cgroup, now())?,
+            registered: self.kernel.register(&sandbox.cgroup, root.number(), now())?,
             kernel: self.kernel.clone(),
             device: root.device().unwrap_or(0),
             root,
@@ -151,14 +154,18 @@ impl StateDelta for Inspector {
             files: None,
             history: History::default(),
             last: None,
+            verdict: None,
             holdings: None,
+            mark: None,
+            settled: None,
+            mapped: true,
         };
         self.sandboxes.insert(&sandbox.id, watched);
         Ok(())
     }
 
     async fn take(&self, id: &SandboxId) -> Delta {
-        self.sandboxes.take(id, Watched::take).await
+        self.sandboxes.take(id, Watched::take_at_once, Watched::take).await
     }
 
     async fn rebase(&self, id: &SandboxId, base: &Rebase) {
@@ -181,6 +188,14 @@ struct Seen {
     mounts: Arc<Mounts>,
 }
 
+/// A moment at which the files were those of the version.
+#[derive(Clone, Copy, Debug)]
+struct Settled {
+    /// The interval that had begun, and what had been counted of others' doings, before it was found.
+    epoch: u64,
+    outside: u64,
+}
+
 #[derive(Debug)]
 struct Watched {
     settings: Arc<InspectorBuilder>,
@@ -193,6 +208,14 @@ struct Watched {
     files: Option<Base>,
     history: History,
     last: Option<Seen>,
+    /// What was said of the processes at the last look, by themselves.
+    verdict: Option<Change>,
+    /// What the last look at the files saw.
+    mark: Option<Mark>,
+    /// When the files were last found to be those of the version.
+    settled: Option<Settled>,
+    /// A process may have a file mapped that it can change by storing to memory.
+    mapped: bool,
     /// What the processes of the version hold, once it was needed. It stays true while they do nothing.
     holdings: Option<Arc<Holdings>>,
 }
@@ -214,76 +237,157 @@ fn now() -> u64 {
 }
 
 impl Watched {
+    /// What can be said without a look at anything but what the programs noted.
+    fn take_at_once(&mut self, token: u64) -> Option<Delta> {
+        // Not before all that is needed is there: reading is not repeated for nothing.
+        self.verdict.as_ref()?;
+        self.last.as_ref()?;
+        self.settled?;
+        let (time, outside) = self.read().ok()?;
+        let seen = self.same_as_last(time)?;
+        if self.files_touched(outside) {
+            return None;
+        }
+        let process = self.verdict.clone()?;
+        self.last = Some(seen.clone());
+        let effects = self.effects();
+        self.ledger.record(token, self.mark.clone(), Some(seen));
+        Some(Delta { filesystem: Change::Unchanged, process, effects, token: Token(token) })
+    }
+
     fn take(&mut self, token: u64) -> Delta {
-        let seen = self.look();
-        let (mut process, seen) = match seen {
-            Ok(seen) => (self.judge(&seen), Some(seen)),
-            Err(error) => {
-                let why = format!("cannot look at the processes: {error}");
-                (Change::Unknown(Unknown::Failed(why)), None)
-            }
+        let read = self.read();
+        let looked = match &read {
+            Ok((time, _)) => self.look(*time),
+            Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
         };
-        let files = filesystem::look(&self.root, self.files.as_mut(), self.settings.limits);
-        let mut filesystem = files.change;
+        let (mut process, seen) = match looked {
+            Ok(seen) => (self.judge(&seen), Some(seen)),
+            Err(error) => (failed(&error), None),
+        };
+        self.verdict = seen.is_some().then(|| process.clone());
+        let (mut filesystem, difference) = match read {
+            Ok((_, outside)) if !self.files_touched(outside) => (Change::Unchanged, Some(Difference::default())),
+            Ok((_, outside)) => self.look_at_files(Some(outside)),
+            Err(_) => self.look_at_files(None),
+        };
         if let Some(alien) = seen.as_ref().and_then(|seen| seen.mounts.alien.as_ref()) {
             let why = format!("the sandbox can write to {alien}");
             filesystem = Change::Unknown(Unknown::Unobservable(why));
+            self.settled = None;
         }
         if process == Change::Unchanged && filesystem.needs_checkpoint() {
-            process = self.crossing(files.difference.as_ref()).unwrap_or_else(|error| failed(&error));
+            process = self.crossing(difference.as_ref()).unwrap_or_else(|error| failed(&error));
         }
         let effects = self.effects();
-        self.ledger.record(token, files.mark, seen);
+        self.ledger.record(token, self.mark.clone(), seen);
         Delta { filesystem, process, effects, token: Token(token) }
     }
 
-    /// Reads what the programs noted, and looks at the tasks where any ran.
-    fn look(&mut self) -> io::Result<Seen> {
+    /// Reads what the programs noted, and begins a new interval. Gives the time of that, and what had been counted of
+    /// others' doings.
+    fn read(&mut self) -> io::Result<(u64, u64)> {
         let time = now();
-        match self.kernel.read(&mut self.registered, time) {
-            Ok(reading) => {
-                for (i, slot) in reading.slots.iter().enumerate() {
-                    let mut interval = Interval::from(slot);
-                    let newest = i + 1 == reading.slots.len();
-                    for (started, since) in reading.running.iter().filter(|_| newest) {
-                        interval.oldest_runner = interval.oldest_runner.min(*started);
-                        if *started < slot.begin {
-                            interval.cpu += time.saturating_sub(*since);
-                        }
-                    }
-                    if reading.blind && newest {
-                        interval.oldest_runner = 0;
-                        interval.cpu = u64::MAX;
-                    }
-                    self.history.add(interval);
-                }
-                debug_assert_eq!(reading.epoch, self.registered.epoch());
-            }
+        let reading = match self.kernel.read(&mut self.registered, time) {
+            Ok(reading) => reading,
             Err(error) => {
+                // Whatever happened, it happened in the interval that is not over.
                 self.last = None;
+                self.settled = None;
+                self.mapped = true;
                 self.history.add(Interval {
                     oldest_actor: 0,
                     oldest_runner: 0,
-                    left: left::KERNEL,
+                    left: left::KERNEL | left::FILES,
                     ..Interval::quiet(self.registered.epoch())
                 });
                 return Err(io::Error::other(error));
             }
+        };
+        for (i, slot) in reading.slots.iter().enumerate() {
+            let mut interval = Interval::from(slot);
+            if i + 1 == reading.slots.len() {
+                for (started, since) in &reading.running {
+                    interval.oldest_runner = interval.oldest_runner.min(*started);
+                    if *started < slot.begin {
+                        let ran = time.saturating_sub(*since);
+                        interval.cpu = interval.cpu.saturating_add(ran);
+                    }
+                }
+                if reading.blind {
+                    interval.oldest_runner = 0;
+                    interval.cpu = u64::MAX;
+                }
+            }
+            self.mapped |= interval.left & left::MAPPED != 0;
+            self.history.add(interval);
         }
-        let epoch = self.registered.epoch();
-        let quiet = self.last.as_ref().filter(|last| self.history.since(last.epoch).oldest_runner == NOBODY);
-        let (census, mounts) = match quiet {
-            Some(last) => (last.census.clone(), last.mounts.clone()),
+        Ok((time, reading.outside))
+    }
+
+    /// What was seen at the last look, where nobody ran since.
+    fn same_as_last(&self, time: u64) -> Option<Seen> {
+        let last = self.last.as_ref()?;
+        let quiet = self.history.since(last.epoch).oldest_runner == NOBODY;
+        quiet.then(|| Seen {
+            epoch: self.registered.epoch(),
+            time,
+            census: last.census.clone(),
+            mounts: last.mounts.clone(),
+        })
+    }
+
+    /// Looks at the tasks where any ran.
+    fn look(&mut self, time: u64) -> io::Result<Seen> {
+        let seen = match self.same_as_last(time) {
+            Some(seen) => seen,
             None => {
                 self.last = None;
                 let census = Census::take(&self.cgroup)?;
-                let mounts = mounts::look(&census.processes(), self.device)?;
-                (Arc::new(census), Arc::new(mounts))
+                let processes = census.processes();
+                let mounts = mounts::look(&processes, self.device)?;
+                // What is mapped while this looks is noted in the new interval.
+                if self.mapped && !maps_files(&processes)? {
+                    // None of the threads that were looked at has gone, and none that was not has come.
+                    let now = crate::cgroup::threads(&self.cgroup)?;
+                    self.mapped = !now.iter().eq(census.threads.keys().map(|(tid, _)| tid));
+                }
+                Seen { epoch: self.registered.epoch(), time, census: Arc::new(census), mounts: Arc::new(mounts) }
             }
         };
-        let seen = Seen { epoch, time, census, mounts };
         self.last = Some(seen.clone());
         Ok(seen)
+    }
+
+    /// Whether a file may have changed since the files were last found to be those of the version.
+    fn files_touched(&self, outside: u64) -> bool {
+        let Some(settled) = self.settled else {
+            return true;
+        };
+        let since = self.history.since(settled.epoch);
+        let may_store = self.mapped || since.left & left::MAPPED != 0;
+        !self.kernel.sees_btrfs()
+            || outside != settled.outside
+            || since.left & (left::FILES | left::ASYNC | left::COMPAT) != 0
+            || may_store && since.oldest_runner != NOBODY
+    }
+
+    /// Looks at the files. `outside` was read before.
+    fn look_at_files(&mut self, outside: Option<u64>) -> (Change, Option<Difference>) {
+        if let Some(settled) = self.settled {
+            let since = self.history.since(settled.epoch);
+            tracing::trace!(left = since.left, call = since.files_act, "the files have to be looked at");
+            metrics::counter!("crab_inspector_file_looks_total").increment(1);
+        }
+        let look = filesystem::look(&self.root, self.files.as_mut(), self.settings.limits);
+        let equal = look.change == Change::Unchanged;
+        // Once files can change without a task that does it, they have to be looked at.
+        let asynchronous = self.history.since(0).left & left::ASYNC != 0;
+        self.settled = outside
+            .filter(|_| equal && !asynchronous)
+            .map(|outside| Settled { epoch: self.registered.epoch(), outside });
+        self.mark = look.mark;
+        (look.change, look.difference)
     }
 
     fn base(&self) -> Option<&Seen> {
@@ -420,11 +524,14 @@ impl Watched {
         if files {
             let mark = self.ledger.filesystem.mark.clone().flatten();
             self.files = filesystem::base(&self.root, base.tree.as_ref(), mark);
+            self.settled = None;
         }
         if processes {
             self.holdings = None;
+            self.verdict = None;
             if let Some(epoch) = self.base().map(|base| base.epoch) {
-                self.history.forget_before(epoch);
+                let settled = self.settled.map_or(epoch, |settled| settled.epoch);
+                self.history.forget_before(epoch.min(settled));
             }
         }
     }

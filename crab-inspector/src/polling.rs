@@ -76,7 +76,7 @@ impl StateDelta for PollingInspector {
 
     async fn take(&self, id: &SandboxId) -> Delta {
         let limits = self.limits;
-        self.sandboxes.take(id, move |watched, token| watched.take(token, limits)).await
+        self.sandboxes.take(id, |_, _| None, move |watched, token| watched.take(token, limits)).await
     }
 
     async fn rebase(&self, id: &SandboxId, base: &Rebase) {

@@ -13,6 +13,8 @@ pub struct Check {
     pub what: String,
     /// Whether it works.
     pub works: bool,
+    /// Whether [`Inspector`](crate::Inspector) cannot do without it. The rest makes it faster.
+    pub needed: bool,
     /// What it gives where it works, or why it does not.
     pub detail: String,
     /// What to do where it does not.
@@ -36,15 +38,20 @@ impl Probe {
             cgroup2(),
         ];
         match bpf::try_programs() {
-            Ok(tried) => checks.extend(tried.into_iter().map(|(name, tracepoint, error)| Check {
-                what: format!("BPF program {name}"),
-                works: error.is_none(),
-                detail: error.map_or_else(|| format!("on {tracepoint}"), |error| error.to_string()),
+            Ok(tried) => checks.extend(tried.into_iter().map(|tried| Check {
+                what: format!("BPF program {}", tried.program),
+                works: tried.error.is_none(),
+                needed: tried.needed,
+                detail: match tried.error {
+                    None => format!("on {}", tried.tracepoint),
+                    Some(error) => error.to_string(),
+                },
                 remedy: None,
             })),
             Err(error) => checks.push(Check {
                 what: "BPF".to_owned(),
                 works: false,
+                needed: true,
                 detail: error.to_string(),
                 remedy: Some("run with CAP_BPF and CAP_PERFMON".to_owned()),
             }),
@@ -56,7 +63,7 @@ impl Probe {
     /// can.
     #[must_use]
     pub fn works(&self) -> bool {
-        self.checks.iter().all(|check| check.works)
+        self.checks.iter().all(|check| check.works || !check.needed)
     }
 }
 
@@ -65,6 +72,7 @@ fn file(path: &str, what: &str, remedy: &str) -> Check {
     Check {
         what: what.to_owned(),
         works,
+        needed: true,
         detail: if works { path.to_owned() } else { format!("{path} is not there") },
         remedy: (!works).then(|| remedy.to_owned()),
     }
@@ -76,6 +84,7 @@ fn cgroup2() -> Check {
     Check {
         what: "cgroup v2".to_owned(),
         works: at.is_some(),
+        needed: true,
         detail: at.map_or_else(|| "is not mounted".to_owned(), |at| format!("at {at}")),
         remedy: at.is_none().then(|| "mount -t cgroup2 cgroup2 /sys/fs/cgroup/unified".to_owned()),
     }

@@ -42,10 +42,20 @@ impl<W: Send + 'static> Registry<W> {
     }
 
     /// Takes a delta of a sandbox by work that may block.
-    pub(crate) async fn take(&self, id: &SandboxId, take: impl FnOnce(&mut W, u64) -> Delta + Send + 'static) -> Delta {
+    pub(crate) async fn take(
+        &self,
+        id: &SandboxId,
+        at_once: impl FnOnce(&mut W, u64) -> Option<Delta>,
+        take: impl FnOnce(&mut W, u64) -> Delta + Send + 'static,
+    ) -> Delta {
         let Some(watched) = self.get(id) else {
             return report::both(Unknown::NotAttached, self.token());
         };
+        if let Some(mut watched) = watched.try_lock()
+            && let Some(delta) = at_once(&mut watched, self.token())
+        {
+            return delta;
+        }
         let lost = self.token();
         let token = self.token();
         let looked = offload("crab-inspector", move || take(&mut watched.lock(), token)).await;

@@ -12,7 +12,7 @@ use aya::{Btf, Ebpf, EbpfLoader};
 use crab_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-use super::layout::{Aligned, MOST_LEVELS, MOST_SANDBOXES, OnCpu, SLOTS, Slot};
+use super::layout::{Aligned, MOST_LEVELS, MOST_SANDBOXES, OnCpu, SHARED_ROOT, SLOTS, Slot};
 
 #[cfg(target_arch = "x86_64")]
 static OBJECT: &Aligned<[u8]> = &Aligned(*include_bytes!("../../bpf/inspector.x86.bpf.o"));
@@ -20,16 +20,21 @@ static OBJECT: &Aligned<[u8]> = &Aligned(*include_bytes!("../../bpf/inspector.x8
 static OBJECT: &Aligned<[u8]> = &Aligned(*include_bytes!("../../bpf/inspector.arm64.bpf.o"));
 
 /// Programs, and the tracepoints that they hang on.
-pub(crate) const PROGRAMS: [(&str, &str); 4] = [
+const PROGRAMS: [(&str, &str); 4] = [
     ("on_move", "cgroup_attach_task"),
     ("on_switch", "sched_switch"),
     ("on_signal", "signal_generate"),
     ("on_syscall", "sys_exit"),
 ];
 
+/// Programs that let the look at a btrfs root be left out, where the kernel has their tracepoints.
+const BTRFS_PROGRAMS: [(&str, &str); 2] =
+    [("on_btrfs_room", "btrfs_space_reservation"), ("on_btrfs_data", "btrfs_inode_mod_outstanding_extents")];
+
 /// The loaded programs. They stop when this is dropped.
 pub(crate) struct Kernel {
     maps: Mutex<Maps>,
+    sees_btrfs: bool,
     // Holds the programs and their links.
     _programs: Ebpf,
 }
@@ -46,6 +51,8 @@ struct Maps {
     epochs: Array<MapData, u64>,
     slots: Array<MapData, Slot>,
     running: PerCpuArray<MapData, OnCpu>,
+    roots: HashMap<MapData, u64, u32>,
+    outside: Array<MapData, u64>,
     free: BTreeSet<u32>,
     used_levels: BTreeMap<u32, u32>,
 }
@@ -56,19 +63,21 @@ pub(crate) struct Registered {
     index: u32,
     cgroup: u64,
     epoch: u64,
+    /// The number of the btrfs subvolume that is its root.
+    root: Option<u64>,
 }
 
 /// What the programs noted up to a moment.
 #[derive(Debug)]
 pub(crate) struct Reading {
-    /// The interval that begins now.
-    pub(crate) epoch: u64,
     /// Earlier ones, which may have been read before.
     pub(crate) slots: Vec<Slot>,
     /// When tasks of the sandbox that are on a CPU now started, and when they came on it.
     pub(crate) running: Vec<(u64, u64)>,
     /// What some CPU runs is not known.
     pub(crate) blind: bool,
+    /// How often others than sandboxes may have changed files.
+    pub(crate) outside: u64,
 }
 
 fn failed(what: &str, error: impl std::error::Error + Send + Sync + 'static) -> Error {
@@ -95,12 +104,19 @@ impl Kernel {
         for (name, tracepoint) in PROGRAMS {
             attach(&mut programs, &btf, name, tracepoint)?;
         }
+        let sees_btrfs = BTRFS_PROGRAMS.iter().all(|(name, tracepoint)| {
+            let tried = attach(&mut programs, &btf, name, tracepoint);
+            if let Err(error) = &tried {
+                tracing::info!("each look at files will commit them first: {error}");
+            }
+            tried.is_ok()
+        });
         make_every_cpu_switch();
-        Ok(Self { maps: Mutex::new(maps), _programs: programs })
+        Ok(Self { maps: Mutex::new(maps), sees_btrfs, _programs: programs })
     }
 
     /// Begins to watch the tasks of a cgroup. Time is in nanoseconds since boot.
-    pub(crate) fn register(&self, cgroup: &Path, now: u64) -> Result<Registered> {
+    pub(crate) fn register(&self, cgroup: &Path, root: Option<u64>, now: u64) -> Result<Registered> {
         let id = fs::metadata(cgroup).map_err(|error| Error::io(format!("look at {}", cgroup.display()), error))?.ino();
         let level = level(cgroup)?;
         let mut maps = self.maps.lock();
@@ -108,7 +124,7 @@ impl Kernel {
             .free
             .pop_first()
             .ok_or_else(|| Error::new(ErrorKind::Full, format!("{MOST_SANDBOXES} sandboxes are watched already")))?;
-        let registered = Registered { index, cgroup: id, epoch: 1 };
+        let registered = Registered { index, cgroup: id, epoch: 1, root };
         let done = maps.begin(&registered, level, now);
         if done.is_err() {
             maps.free.insert(index);
@@ -123,7 +139,17 @@ impl Kernel {
         if maps.sandboxes.get(&registered.cgroup, 0).ok() == Some(registered.index) {
             let _ = maps.sandboxes.remove(&registered.cgroup);
         }
+        if let Some(root) = registered.root
+            && maps.roots.get(&root, 0).ok() == Some(registered.index)
+        {
+            let _ = maps.roots.remove(&root);
+        }
         maps.free.insert(registered.index);
+    }
+
+    /// Whether changes of btrfs roots are noted.
+    pub(crate) fn sees_btrfs(&self) -> bool {
+        self.sees_btrfs
     }
 
     /// Begins a new interval and reads the earlier ones.
@@ -138,7 +164,7 @@ impl Kernel {
         let slots = (next.saturating_sub(SLOTS - 1).max(1)..next)
             .map(|epoch| maps.slots.get(&place(index, epoch), 0))
             .collect::<Result<Vec<_>, _>>()?;
-        let mut reading = Reading { epoch: next, slots, running: Vec::new(), blind: false };
+        let mut reading = Reading { slots, running: Vec::new(), blind: false, outside: maps.outside.get(&0, 0)? };
         for cpu in maps.running.get(&0, 0)?.iter() {
             if cpu.sandbox == OnCpu::UNKNOWN.sandbox {
                 reading.blind = true;
@@ -169,6 +195,8 @@ impl Maps {
             epochs: Array::try_from(take("epochs")?).map_err(wrong)?,
             slots: Array::try_from(take("slots")?).map_err(wrong)?,
             running: PerCpuArray::try_from(take("running")?).map_err(wrong)?,
+            roots: HashMap::try_from(take("roots")?).map_err(wrong)?,
+            outside: Array::try_from(take("outside")?).map_err(wrong)?,
             free: (0..MOST_SANDBOXES).collect(),
             used_levels: BTreeMap::new(),
         })
@@ -195,20 +223,41 @@ impl Maps {
         let (index, epoch) = (registered.index, registered.epoch);
         self.slots.set(place(index, epoch), Slot::empty(epoch, now), 0).map_err(wrong)?;
         self.epochs.set(index, epoch, 0).map_err(wrong)?;
+        if let Some(root) = registered.root {
+            // Two file systems may number their subvolumes alike. Such a number stays shared for good.
+            let owner = if self.roots.get(&root, 0).is_ok() { SHARED_ROOT } else { index };
+            self.roots.insert(root, owner, 0).map_err(wrong)?;
+        }
         self.sandboxes.insert(registered.cgroup, index, 0).map_err(wrong)
     }
 }
 
-/// Tries each program alone: its name, its tracepoint, and why it cannot be used.
-pub(crate) fn try_programs() -> Result<Vec<(&'static str, &'static str, Option<Error>)>> {
+/// A program that was tried.
+pub(crate) struct Tried {
+    pub(crate) program: &'static str,
+    pub(crate) tracepoint: &'static str,
+    /// Why it cannot be used.
+    pub(crate) error: Option<Error>,
+    /// Nothing can be told without it.
+    pub(crate) needed: bool,
+}
+
+/// Tries each program alone.
+pub(crate) fn try_programs() -> Result<Vec<Tried>> {
     let btf = Btf::from_sys_fs().map_err(|error| failed("cannot read the kernel's type information", error))?;
     let mut programs =
         EbpfLoader::new().btf(Some(&btf)).load(&OBJECT.0).map_err(|error| failed("cannot load the BPF maps", error))?;
     Ok(PROGRAMS
         .iter()
+        .chain(&BTRFS_PROGRAMS)
         .map(|(name, tracepoint)| {
             let tried = attach(&mut programs, &btf, name, tracepoint);
-            (*name, *tracepoint, tried.err())
+            Tried {
+                program: name,
+                tracepoint,
+                error: tried.err(),
+                needed: PROGRAMS.iter().any(|(needed, _)| needed == name),
+            }
         })
         .collect())
 }

@@ -11,6 +11,9 @@ pub(crate) const MOST_LEVELS: u32 = 4;
 pub(crate) const PIPE_WORDS: usize = 128;
 const MOST_DESTINATIONS: usize = 4;
 
+/// In place of a sandbox: several share the number of their root.
+pub(crate) const SHARED_ROOT: u32 = u32::MAX;
+
 /// What stays behind of a task that is gone.
 pub(crate) mod left {
     pub(crate) const KERNEL: u32 = 1;
@@ -20,6 +23,9 @@ pub(crate) mod left {
     pub(crate) const COMPAT: u32 = 1 << 5;
     pub(crate) const SENT_OVERFLOW: u32 = 1 << 7;
     pub(crate) const UNREADABLE: u32 = 1 << 8;
+    pub(crate) const FILES: u32 = 1 << 9;
+    pub(crate) const MAPPED: u32 = 1 << 10;
+    pub(crate) const ASYNC: u32 = 1 << 11;
 }
 
 /// The start time that stands for nobody.
@@ -54,7 +60,7 @@ pub(crate) struct Slot {
     pub(crate) left_act: i32,
     pub(crate) left: u32,
     pub(crate) destination_count: u32,
-    pad: u32,
+    pub(crate) files_act: i32,
     pub(crate) pipes: [u64; PIPE_WORDS],
     pub(crate) destinations: [Destination; MOST_DESTINATIONS],
 }
@@ -73,7 +79,7 @@ impl Slot {
             left_act: 0,
             left: 0,
             destination_count: 0,
-            pad: 0,
+            files_act: 0,
             pipes: [0; PIPE_WORDS],
             destinations: [Destination::default(); MOST_DESTINATIONS],
         }

@@ -51,6 +51,11 @@ impl Subvolume {
         ioctl::subvolume_info(&self.fd)
     }
 
+    /// Its number in its file system.
+    pub(crate) fn number(&self) -> io::Result<u64> {
+        Ok(self.info()?.tree)
+    }
+
     /// The device number that its files bear.
     pub(crate) fn device(&self) -> io::Result<u64> {
         Ok(rustix::fs::fstat(&self.fd)?.st_dev)

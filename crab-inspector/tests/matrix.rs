@@ -1,0 +1,261 @@
+//! Every way to change a file that is known, each by the sandbox, by a child cgroup of it, and by the host. The
+//! judgement must never be `Unchanged`; an independent one (the subvolume's generation after a sync) says that there was
+//! a change at all.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use common::{Bench, Live, able, assert_unchanged, has, run, shell};
+use crab_core::Change;
+use crab_inspector::Inspector;
+
+const WAYS: &[&str] = &[
+    "write",
+    "append",
+    "pwrite",
+    "writev",
+    "pwritev",
+    "pwritev2",
+    "sendfile",
+    "copy_file_range",
+    "splice",
+    "vmsplice",
+    "aio",
+    "io_uring",
+    "io_uring_sqpoll",
+    "direct",
+    "truncate",
+    "ftruncate",
+    "open_trunc",
+    "creat",
+    "open_creat",
+    "openat2",
+    "tmpfile_link",
+    "fallocate",
+    "punch_hole",
+    "zero_range",
+    "madvise_remove",
+    "mmap_store",
+    "mmap_store_late",
+    "read_into_mapping",
+    "process_vm_writev",
+    "ptrace",
+    "mkdir",
+    "mknod",
+    "symlink",
+    "link",
+    "rename",
+    "exchange",
+    "unlink",
+    "rmdir",
+    "truncate_unlink",
+    "rename_over_unlink",
+    "chmod",
+    "fchmod",
+    "fchmodat2",
+    "chown",
+    "lchown",
+    "utimensat",
+    "setxattr",
+    "fsetxattr",
+    "removexattr",
+    "setxattrat",
+    "clone",
+    "setflags",
+    "bind",
+    "open_by_handle",
+    "inherited",
+    "passed",
+    "output",
+    "killed",
+    "core",
+    "odd_name",
+    "long_path",
+    "compat",
+];
+
+struct Matrix {
+    bench: Bench<Inspector>,
+    tool: PathBuf,
+    pristine: PathBuf,
+}
+
+fn matrix() -> Option<Matrix> {
+    if !able(&["mkfs.btrfs", "btrfs", "cc"]) {
+        return None;
+    }
+    let inspector = match Inspector::load() {
+        Ok(inspector) => inspector,
+        Err(error) => {
+            println!("skipped: BPF: {error}");
+            return None;
+        }
+    };
+    let mut bench = Bench::new(inspector);
+    let tool = bench.image.path.join("mutate");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mutate.c");
+    run("cc", &[&"-O1", &"-w", &"-o", &tool, &source]);
+    bench.sh("mkdir d; echo old > d/old; ln -s f link; head -c 1048576 /dev/zero | tr '\\0' f > f
+        head -c 1048576 /dev/zero | tr '\\0' g > g; echo x > x; chmod 600 f");
+    shell(&bench.root, "python3 -c 'import os; os.setxattr(\"x\", \"user.a\", b\"1\")'");
+    let pristine = bench.snapshot();
+    Some(Matrix { bench, tool, pristine })
+}
+
+impl Matrix {
+    /// Back to the beginning, and so often looked at that nothing but events would show a change.
+    fn reset(&mut self) {
+        let line = "find \"$0\" -mindepth 1 -delete; cp -a --reflink=always \"$1\"/. \"$0\"";
+        run("sh", &[&"-c", &line, &self.bench.root, &self.pristine]);
+        self.bench.version();
+        // What the flush of the reset itself stirs up ends soon.
+        let until = Instant::now() + Duration::from_secs(5);
+        while !self.looked_without_a_commit() {
+            assert!(Instant::now() < until, "the files are not at rest");
+        }
+    }
+
+    /// Whether the files are unchanged, by events alone: a look would have committed what another subvolume wrote.
+    fn looked_without_a_commit(&self) -> bool {
+        let delta = self.bench.take();
+        assert_unchanged(&delta.filesystem, "at rest");
+        let begin = Instant::now();
+        assert_unchanged(&self.bench.take().filesystem, "at rest");
+        begin.elapsed() < Duration::from_millis(1)
+    }
+
+    fn generation(&self) -> u64 {
+        run("sync", &[&"-f", &self.bench.root]);
+        run("btrfs", &[&"subvolume", &"show", &self.bench.root])
+            .lines()
+            .find_map(|line| line.trim().strip_prefix("Generation:")?.trim().parse().ok())
+            .unwrap()
+    }
+
+    /// Makes a change and looks. `None`: this host has no such way.
+    fn try_way(&mut self, way: &str, mut command: Command) -> Option<Change> {
+        self.reset();
+        let before = self.generation();
+        let output = command.current_dir(&self.bench.root).output().unwrap();
+        match output.status.code() {
+            Some(0) => {}
+            Some(77) => return None,
+            code => panic!("{way}: {code:?} {}", String::from_utf8_lossy(&output.stderr)),
+        }
+        let change = self.bench.take().filesystem;
+        assert!(self.generation() > before, "{way} changed nothing");
+        Some(change)
+    }
+
+    fn all(&mut self, by: &str, command: impl Fn(&Self, &str) -> Command) {
+        let mut missed = Vec::new();
+        let mut skipped = Vec::new();
+        for way in WAYS {
+            let command = command(self, way);
+            match self.try_way(way, command) {
+                Some(Change::Unchanged) => missed.push(*way),
+                Some(_) => {}
+                None => skipped.push(*way),
+            }
+        }
+        println!("{by}: {} ways, not here: {skipped:?}", WAYS.len() - skipped.len());
+        assert!(missed.is_empty(), "{by}: missed {missed:?}");
+        assert!(WAYS.len() - skipped.len() > 45, "too few ways work here");
+    }
+}
+
+#[test]
+fn by_the_sandbox() {
+    let Some(mut matrix) = matrix() else { return };
+    matrix.all("by the sandbox", |matrix, way| {
+        matrix.bench.cgroup.command(&format!("exec {} {way}", matrix.tool.display()))
+    });
+}
+
+#[test]
+fn by_a_child_cgroup() {
+    let Some(mut matrix) = matrix() else { return };
+    let child = matrix.bench.cgroup.path.join("child");
+    fs::create_dir(&child).unwrap();
+    matrix.all("by a child cgroup", |matrix, way| {
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", &format!("echo $$ > {}/cgroup.procs; exec {} {way}", child.display(), matrix.tool.display())]);
+        command
+    });
+}
+
+#[test]
+fn by_the_host() {
+    let Some(mut matrix) = matrix() else { return };
+    matrix.all("by the host", |matrix, way| {
+        let mut command = Command::new(&matrix.tool);
+        command.arg(way);
+        command
+    });
+}
+
+#[test]
+fn by_a_store_to_a_page_that_is_dirty_already() {
+    let Some(mut matrix) = matrix() else { return };
+    matrix.reset();
+    let line = format!("exec {} live", matrix.tool.display());
+    let mut live = Live::start(matrix.bench.cgroup.command(&line), &matrix.bench.root);
+    assert_eq!(live.hear(), "ready");
+    for _ in 0..3 {
+        matrix.bench.version();
+        live.say("");
+        live.hear();
+        assert!(matrix.bench.take().filesystem.needs_checkpoint(), "the first store");
+        // Not committed meanwhile by a look: the page stays dirty.
+        live.say("");
+        live.hear();
+        assert!(matrix.bench.take().filesystem.needs_checkpoint(), "the second store");
+    }
+}
+
+#[test]
+fn through_a_loop_device() {
+    let Some(mut matrix) = matrix() else { return };
+    if !has("losetup") {
+        println!("skipped: losetup");
+        return;
+    }
+    let device = run("losetup", &[&"--show", &"-f", &matrix.bench.root.join("f")]);
+    let device = device.trim();
+    let written = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        // The device is the old file, which the reset replaces: it is attached anew.
+        run("losetup", &[&"-d", &device]);
+        matrix.reset();
+        run("losetup", &[&device, &matrix.bench.root.join("f")]);
+        assert_unchanged(&matrix.bench.take().filesystem, "attached");
+        run("sh", &[&"-c", &format!("echo changed | dd of={device} conv=notrunc,fsync 2>/dev/null")]);
+        assert!(matrix.bench.take().filesystem.needs_checkpoint(), "a write to the device");
+    }));
+    let _ = Command::new("losetup").args(["-d", device]).output();
+    written.unwrap();
+}
+
+#[test]
+fn reading_tools_need_no_commit() {
+    let Some(mut matrix) = matrix() else { return };
+    matrix.reset();
+    // Another subvolume has much to write: a commit would take long.
+    let other = matrix.bench.image.path.join("other");
+    run("btrfs", &[&"-q", &"subvolume", &"create", &other]);
+    let mut took = Vec::new();
+    for _ in 0..20 {
+        matrix.bench.cgroup.run(&matrix.bench.root, "cat f d/old | head -c 100000 | wc -c; ls -lR | sort | tail -1");
+        shell(&other, "true");
+        let begin = Instant::now();
+        assert_unchanged(&matrix.bench.take().filesystem, "read");
+        took.push(begin.elapsed());
+    }
+    took.sort();
+    println!("a look after reading: p50 {:?}, worst {:?}", took[10], took[19]);
+}
