@@ -8,6 +8,7 @@ use futures_util::Stream;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 
+use crate::patience::Patient;
 use crate::turn::recording::Subscription;
 
 pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -20,7 +21,7 @@ pub(crate) enum OutBody {
     /// In one piece.
     Full(Option<Bytes>),
     /// Straight from the model's server.
-    Upstream(Incoming),
+    Upstream(Patient<Incoming>),
     /// A turn's answer.
     Reading(Reading),
     /// A turn's answer that was held so long that the client had to be kept.
@@ -54,7 +55,7 @@ impl Body for OutBody {
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         match &mut *self {
             Self::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
-            Self::Upstream(body) => Pin::new(body).poll_frame(cx).map_err(Into::into),
+            Self::Upstream(body) => Pin::new(body).poll_frame(cx),
             Self::Reading(reading) => reading.poll_frame(cx),
             Self::Held(stream) => stream.as_mut().poll_next(cx),
         }

@@ -13,6 +13,8 @@ use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::JoinSet;
 
+use crate::admin::{self, Render};
+use crate::event::Events;
 use crate::journal::{Journal, JournalLimits};
 use crate::provider::{self, Provider};
 use crate::resolve::SandboxResolver;
@@ -23,14 +25,20 @@ use crate::turn::Turns;
 use crate::turn::driver::Grace;
 use crate::turn::gate::GatePolicy;
 use crate::turn::ledger::{Answer, Gating};
-use crate::upstream::Upstream;
+use crate::upstream::{Upstream, UpstreamOptions};
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+        Err(Error::new(ErrorKind::Internal, "starting the coordinator broke off").caused_by(error))
+    })
+}
 
 /// Sets a [`Coordinator`] up. Every setting but the upstream and one listener has a default.
-#[derive(Debug)]
 pub struct Builder {
     upstream: Option<String>,
     listeners: Vec<(Listen, Arc<dyn SandboxResolver>)>,
     providers: Vec<Arc<dyn Provider>>,
+    helpers: Vec<String>,
     journal: Option<(PathBuf, JournalLimits)>,
     policy: GatePolicy,
     keep_alive: KeepAlive,
@@ -38,7 +46,8 @@ pub struct Builder {
     limits: Limits,
     window: usize,
     request_buffer: u64,
-    connect_timeout: Duration,
+    upstream_options: UpstreamOptions,
+    admin: Option<(Listen, Render)>,
     beyond_loopback: bool,
 }
 
@@ -48,14 +57,25 @@ impl Default for Builder {
             upstream: None,
             listeners: Vec::new(),
             providers: provider::known(),
+            helpers: Vec::new(),
             journal: None,
             policy: GatePolicy::default(),
             keep_alive: KeepAlive { after: Duration::from_secs(4), every: Duration::from_secs(4) },
             grace: Grace { abandoned: Duration::ZERO, refused: Duration::from_secs(60) },
-            limits: Limits { header_timeout: Duration::from_secs(30), connections: 4096, head_bytes: 256 * 1024 },
+            limits: Limits {
+                header_timeout: Duration::from_secs(30),
+                silence: Duration::from_secs(600),
+                connections: 4096,
+                head_bytes: 256 * 1024,
+            },
             window: 256 * 1024,
             request_buffer: 1024 * 1024,
-            connect_timeout: Duration::from_secs(10),
+            upstream_options: UpstreamOptions {
+                connect_timeout: Duration::from_secs(10),
+                answer_timeout: Duration::from_secs(30 * 60),
+                extra_roots: Vec::new(),
+            },
+            admin: None,
             beyond_loopback: false,
         }
     }
@@ -94,6 +114,15 @@ impl Builder {
     #[must_use]
     pub fn provider(mut self, provider: impl Provider) -> Self {
         self.providers.insert(0, Arc::new(provider));
+        self
+    }
+
+    /// Takes requests to these models for helpers and no turns: they pass ungated. Agents ask small models for titles and
+    /// summaries, on the same path as their turns. Each `*` in a name stands for any text, as in `*haiku*`.
+    /// Default: none.
+    #[must_use]
+    pub fn helper_models<S: Into<String>>(mut self, names: impl IntoIterator<Item = S>) -> Self {
+        self.helpers.extend(names.into_iter().map(Into::into));
         self
     }
 
@@ -146,7 +175,38 @@ impl Builder {
     /// How long a connection to the model's server may take. Default 10 s.
     #[must_use]
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
-        self.connect_timeout = timeout;
+        self.upstream_options.connect_timeout = timeout;
+        self
+    }
+
+    /// How long the model's server may take until its answer's head, from the request's beginning. Default 30 minutes.
+    #[must_use]
+    pub fn answer_timeout(mut self, timeout: Duration) -> Self {
+        self.upstream_options.answer_timeout = timeout;
+        self
+    }
+
+    /// How long either side may be silent within a body, and how long a client may leave what is sent to it untaken.
+    /// Default 10 minutes.
+    #[must_use]
+    pub fn silence_timeout(mut self, timeout: Duration) -> Self {
+        self.limits.silence = timeout;
+        self
+    }
+
+    /// Trusts these certificates, in PEM, besides the system's, where the model's server is reached by TLS.
+    #[must_use]
+    pub fn extra_roots(mut self, pem: impl Into<Vec<u8>>) -> Self {
+        self.upstream_options.extra_roots.push(pem.into());
+        self
+    }
+
+    /// Serves `/healthz`, and with `render` `/metrics`, on a listener of its own. `/healthz` is 200 while turns are
+    /// taken, 503 while the coordinator shuts down. `render` gives the metrics' text, such as
+    /// `PrometheusHandle::render`; it must not block for long.
+    #[must_use]
+    pub fn admin(mut self, listen: Listen, render: impl Fn() -> String + Send + Sync + 'static) -> Self {
+        self.admin = Some((listen, Arc::new(render)));
         self
     }
 
@@ -184,31 +244,30 @@ impl Builder {
                 .fix(format!("give one with `Builder::{what}`"))
         };
         let url = self.upstream.ok_or_else(|| missing("upstream"))?;
-        let upstream = Arc::new(Upstream::new(&url, self.connect_timeout)?);
         if self.listeners.is_empty() {
             return Err(missing("listen"));
         }
+        let options = self.upstream_options;
+        let upstream = blocking(move || Upstream::new(&url, &options)).await?;
         let journal = match self.journal {
             None => None,
-            Some((dir, limits)) => {
-                let opening = tokio::task::spawn_blocking(move || Journal::open(&dir, limits));
-                Some(opening.await.map_err(|error| {
-                    Error::new(ErrorKind::Internal, "opening the journal broke off").caused_by(error)
-                })??)
-            }
+            Some((dir, limits)) => Some(blocking(move || Journal::open(&dir, limits)).await?),
         };
         let (sender, receiver) = mpsc::unbounded_channel();
+        let (stop, stopped) = watch::channel(false);
         let turns = Arc::new(Turns::new(journal, sender, self.policy, self.window));
         let shared = Arc::new(Shared {
             turns,
-            upstream,
+            upstream: Arc::new(upstream),
             providers: self.providers,
+            helpers: self.helpers,
             keep_alive: self.keep_alive,
             grace: self.grace,
             request_buffer: self.request_buffer,
             draining: AtomicBool::new(false),
+            limits: self.limits,
+            stopped: stopped.clone(),
         });
-        let (stop, stopped) = watch::channel(false);
         let coordinator = Coordinator {
             shared,
             addresses: Mutex::new(Vec::new()),
@@ -218,11 +277,29 @@ impl Builder {
             stop,
             stopped,
             beyond_loopback: self.beyond_loopback,
+            admin: Mutex::new(None),
         };
         for (listen, resolver) in self.listeners {
             coordinator.add(&listen, resolver).await?;
         }
+        if let Some((listen, render)) = self.admin {
+            let (listener, bound) = Listener::bind(&listen, self.beyond_loopback).await?;
+            let admin = admin::serve(listener, Arc::clone(&coordinator.shared), render, coordinator.limits);
+            coordinator.tasks.lock().spawn(admin);
+            *coordinator.admin.lock() = Some(bound);
+        }
         Ok((coordinator, Boundaries(receiver)))
+    }
+}
+
+impl fmt::Debug for Builder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Builder")
+            .field("upstream", &self.upstream)
+            .field("listeners", &self.listeners)
+            .field("journal", &self.journal)
+            .field("gate", &self.policy)
+            .finish_non_exhaustive()
     }
 }
 
@@ -236,6 +313,7 @@ pub struct Coordinator {
     stop: watch::Sender<bool>,
     stopped: watch::Receiver<bool>,
     beyond_loopback: bool,
+    admin: Mutex<Option<Listen>>,
 }
 
 impl fmt::Debug for Coordinator {
@@ -305,6 +383,12 @@ impl Coordinator {
         })
     }
 
+    /// Where the admin listener is, where there is one.
+    #[must_use]
+    pub fn admin_address(&self) -> Option<Listen> {
+        self.admin.lock().clone()
+    }
+
     /// Listens at one more place: for example a port of its own for a new sandbox. Returns where.
     ///
     /// # Errors
@@ -336,10 +420,17 @@ impl Coordinator {
         self.shared.upstream.set(url)
     }
 
-    /// Says that a sandbox was restored to an earlier version. Call it after the sandbox has been stopped and before it
-    /// runs again, so that no request falls in between.
-    pub fn rewind(&self, sandbox: &SandboxId, then: AfterRestore) {
-        self.shared.turns.rewind(sandbox, then == AfterRestore::Replay);
+    /// Says that a sandbox was restored to the version of turn `to` (its manifest names the turn). Call it after the
+    /// sandbox has been stopped and before it runs again, so that no request falls in between. A later request that
+    /// speaks of turns after `to` raises [`Event::Diverged`](crate::Event::Diverged).
+    pub fn rewind(&self, sandbox: &SandboxId, to: TurnNumber, then: AfterRestore) {
+        self.shared.turns.rewind(sandbox, to, then == AfterRestore::Replay);
+    }
+
+    /// What the host should hear of besides turns, from now on.
+    #[must_use]
+    pub fn events(&self) -> Events {
+        Events::new(self.shared.turns.subscribe())
     }
 
     /// Gives no number up to this one to a turn of the sandbox. A host calls it with the newest turn that its store
@@ -387,7 +478,7 @@ impl Coordinator {
 
     /// Shuts down: accepts nothing more, refuses new turns in a way that makes clients try again, waits up to
     /// `patience` for the answers that are under way, then closes what is left. [`Boundaries`] ends. When it returns,
-    /// the addresses are free.
+    /// the addresses and the journal are free.
     pub async fn shutdown(self, patience: Duration) {
         self.shared.draining.store(true, Ordering::Relaxed);
         self.stop.send_replace(true);
@@ -397,13 +488,14 @@ impl Coordinator {
             tracing::warn!("connections were closed before their answers were over");
         }
         tasks.shutdown().await;
-        self.shared.turns.close();
+        self.shared.turns.close().shutdown().await;
     }
 }
 
 impl Drop for Coordinator {
     fn drop(&mut self) {
-        self.shared.turns.close();
+        // Dropping them ends them.
+        drop(self.shared.turns.close());
     }
 }
 

@@ -17,6 +17,7 @@ use tokio::sync::oneshot;
 
 use crate::body::BoxError;
 use crate::digest::{RequestDigest, RequestHasher};
+use crate::patience::Patient;
 
 /// A request's body.
 pub(crate) enum Intake {
@@ -49,7 +50,11 @@ impl Intake {
     ///
     /// # Errors
     /// Where the client broke off.
-    pub(crate) async fn read(mut body: Incoming, mut hasher: RequestHasher, limit: u64) -> Result<Self, hyper::Error> {
+    pub(crate) async fn read(
+        mut body: Patient<Incoming>,
+        mut hasher: RequestHasher,
+        limit: u64,
+    ) -> Result<Self, BoxError> {
         let mut collected = Collected { sized: body.size_hint().exact().is_some(), ..Collected::default() };
         let declared = body.size_hint().exact();
         while collected.left <= limit {
@@ -108,7 +113,7 @@ impl Body for Collected {
 pub(crate) struct LongBody {
     pieces: VecDeque<Bytes>,
     held: Option<Frame<Bytes>>,
-    rest: Incoming,
+    rest: Patient<Incoming>,
     /// Until the end has come.
     hasher: Option<(RequestHasher, oneshot::Sender<Option<RequestDigest>>)>,
     proceed: oneshot::Receiver<()>,
@@ -146,7 +151,7 @@ impl Body for LongBody {
                         return Poll::Ready(Some(Ok(before)));
                     }
                 }
-                Some(Err(error)) => return Poll::Ready(Some(Err(error.into()))),
+                Some(Err(error)) => return Poll::Ready(Some(Err(error))),
                 None => {
                     if let Some((hasher, sender)) = this.hasher.take() {
                         let _ = sender.send(hasher.finish());

@@ -34,28 +34,45 @@
 //!   [`Builder::request_buffer`].
 //! - **Answers are durable before their end is given**, and a part of one is never taken for a whole.
 //!
+//! - **No one waits for ever.** Silence, slow heads, answers that never begin and gates that nobody decides end in an
+//!   error; see the timeouts of [`Builder`].
+//!
+//! # Who is trusted
+//! The coordinator does not authenticate. Whoever reaches a listener acts for the sandboxes that its resolver names, so
+//! agents that are not trusted with each other need listeners of their own ([`resolve::OneSandbox`]). An agent that can
+//! reach its model by another way is not held by any gate: the sandbox's network must leave it only this one.
+//!
 //! # Limits
-//! HTTP/1.1 towards both sides, plain HTTP towards the model. Informational responses other than `100 Continue` end
-//! here. A client that closes its sending half is taken for gone, as most proxies do: its request is cancelled. The
-//! answer of a compressed event stream cannot be kept alive while it is held, since nothing can be put into it.
+//! - HTTP/1.1, and HTTP/2 with prior knowledge, towards agents; HTTP/1.1 in the plain, and either by TLS, towards models.
+//! - Informational responses other than `100 Continue` and `101` end here.
+//! - A client that closes its sending half is taken for gone, as most proxies do: its request is cancelled.
+//! - A compressed event stream, a stream of JSON lines and an answer in one piece cannot be kept alive while they are
+//!   held, since nothing can be put into them.
+//! - Requests whose signature covers the host name (SigV4) are refused by their model's server; see
+//!   [`provider::Bedrock`].
 
+mod admin;
 mod body;
 mod coordinator;
 pub mod digest;
+mod event;
 mod headers;
 mod intake;
 mod journal;
 pub mod names;
+mod patience;
 pub mod provider;
 pub mod resolve;
 mod respond;
 mod server;
 mod service;
 pub mod sse;
+mod tls;
 mod turn;
 mod upstream;
 
 pub use coordinator::{AfterRestore, Boundaries, Builder, Coordinator, GateRecord, TurnRecord};
+pub use event::{Event, Events};
 pub use journal::JournalLimits;
 pub use server::Listen;
 pub use turn::gate::GatePolicy;

@@ -18,6 +18,8 @@ pub const HELD: &str = "crab_coordinator_held_seconds";
 pub const KEEP_ALIVES: &str = "crab_coordinator_keep_alives_total";
 /// Counter. Requests that the model's server did not answer, by `code`.
 pub const UPSTREAM_ERRORS: &str = "crab_coordinator_upstream_errors_total";
+/// Counter. Requests that speak of turns which a restore had undone.
+pub const DIVERGED: &str = "crab_coordinator_diverged_total";
 /// Counter. Answers that are whole and durable in the journal.
 pub const JOURNALED: &str = "crab_coordinator_journaled_total";
 /// Counter. Failed writes of the journal.

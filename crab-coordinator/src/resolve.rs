@@ -1,6 +1,6 @@
 //! Which sandbox a request comes from.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -122,6 +122,40 @@ impl SandboxResolver for ByAddress {
     }
 }
 
+/// Takes from another resolver only the sandboxes that are in a list, which may be changed while the coordinator runs.
+/// Where requests name their sandbox themselves, this keeps an agent from making up names; it does not keep one agent
+/// from naming another's sandbox. Where agents are not trusted with each other, give each a listener of its own.
+#[derive(Clone, Debug)]
+pub struct Listed<R> {
+    inner: R,
+    list: Arc<RwLock<HashSet<SandboxId>>>,
+}
+
+impl<R: SandboxResolver> Listed<R> {
+    /// With an empty list.
+    #[must_use]
+    pub fn new(inner: R) -> Self {
+        Self { inner, list: Arc::default() }
+    }
+
+    /// Puts a sandbox on the list.
+    pub fn insert(&self, sandbox: SandboxId) {
+        self.list.write().insert(sandbox);
+    }
+
+    /// Takes a sandbox off the list.
+    pub fn remove(&self, sandbox: &SandboxId) {
+        self.list.write().remove(sandbox);
+    }
+}
+
+impl<R: SandboxResolver> SandboxResolver for Listed<R> {
+    fn resolve(&self, peer: Peer, request: &mut Parts) -> Option<SandboxId> {
+        let sandbox = self.inner.resolve(peer, request)?;
+        self.list.read().contains(&sandbox).then_some(sandbox)
+    }
+}
+
 /// [`OneSandbox`] from a name.
 ///
 /// # Errors
@@ -162,6 +196,18 @@ mod tests {
         for uri in ["/", "/sandbox", "/sandbox/", "/sandbox/../v1", "/sandbox/%61/v1", "/sandboxes/a/v1"] {
             assert!(by_path.resolve(Peer::Unix, &mut request(uri)).is_none(), "{uri}");
         }
+    }
+
+    #[test]
+    fn only_listed_sandboxes_are_served() {
+        let listed = Listed::new(ByPath::default());
+        let resolve = || listed.resolve(Peer::Unix, &mut request("/sandbox/a/v1"));
+        assert_eq!(resolve(), None);
+        let a = SandboxId::new("a").unwrap();
+        listed.clone().insert(a.clone());
+        assert_eq!(resolve(), Some(a.clone()));
+        listed.remove(&a);
+        assert_eq!(resolve(), None);
     }
 
     #[test]

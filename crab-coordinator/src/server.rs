@@ -9,17 +9,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crab_core::{Error, ErrorKind, Result};
-use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 
 use crate::names;
+use crate::patience::Taken;
 use crate::resolve::{Peer, SandboxResolver};
 use crate::service::{Limits, Shared};
+
+/// More headers than any client sends.
+const MAX_HEADERS: usize = 256;
 
 /// Where the coordinator listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,7 +53,7 @@ impl fmt::Display for Listen {
 
 pub(crate) enum Listener {
     Tcp(TcpListener),
-    Unix(UnixListener, #[allow(dead_code, reason = "removes the socket's file when it is dropped")] SocketFile),
+    Unix { listener: UnixListener, _file: SocketFile },
 }
 
 /// Removes a unix socket when the listener is gone.
@@ -90,7 +94,7 @@ impl Listener {
                 .map_err(error)?;
                 // Who may connect is decided by the directory and by this: the owner.
                 std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).map_err(error)?;
-                Ok((Self::Unix(listener, SocketFile(path.clone())), listen.clone()))
+                Ok((Self::Unix { listener, _file: SocketFile(path.clone()) }, listen.clone()))
             }
         }
     }
@@ -158,51 +162,94 @@ impl Serving {
     {
         let shared = Arc::clone(&self.shared);
         let resolver = Arc::clone(&self.resolver);
+        // Until the first request is there it is not even known which protocol the client speaks, and the protocols' own
+        // timeouts do not run yet.
+        let spoke = Arc::new(Notify::new());
+        let first = Arc::clone(&spoke);
         let service = service_fn(move |request| {
+            first.notify_one();
             let serving = Arc::clone(&shared).serve(Arc::clone(&resolver), peer, request);
             async move { Ok::<_, Infallible>(serving.await) }
         });
-        let connection = http1::Builder::new()
-            .timer(TokioTimer::new())
-            .header_read_timeout(self.limits.header_timeout)
-            .max_buf_size(self.limits.head_bytes)
-            .serve_connection(TokioIo::new(stream), service);
+        let limits = self.limits;
         let mut stop = self.stop.clone();
         connections.spawn(async move {
             let _slot = slot;
-            metrics::gauge!(names::CONNECTIONS).increment(1.0);
-            let mut connection = std::pin::pin!(connection);
+            let _counted = Counted::new();
+            let builder = protocols(&limits);
+            let stream = TokioIo::new(Taken::new(stream, limits.silence));
+            let mut connection = std::pin::pin!(builder.serve_connection_with_upgrades(stream, service));
+            let silent = async {
+                if tokio::time::timeout(limits.header_timeout, spoke.notified()).await.is_ok() {
+                    std::future::pending::<()>().await;
+                }
+            };
             let outcome = tokio::select! {
                 outcome = &mut connection => outcome,
+                () = silent => return,
                 () = told(&mut stop) => {
                     connection.as_mut().graceful_shutdown();
                     connection.await
                 }
             };
-            metrics::gauge!(names::CONNECTIONS).decrement(1.0);
             if let Err(error) = outcome {
-                tracing::debug!(%error, "a connection ended early");
+                tracing::debug!(error, "a connection ended early");
             }
         });
     }
 }
 
+/// HTTP/1.1, and HTTP/2 for clients that begin with its preface.
+fn protocols(limits: &Limits) -> auto::Builder<TokioExecutor> {
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.header_timeout)
+        .max_buf_size(limits.head_bytes)
+        .max_headers(MAX_HEADERS);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_header_list_size(u32::try_from(limits.head_bytes).unwrap_or(u32::MAX))
+        .max_concurrent_streams(256)
+        .keep_alive_interval(Some(Duration::from_secs(30)))
+        .keep_alive_timeout(limits.header_timeout);
+    builder
+}
+
+/// Counts a connection while it lives.
+struct Counted;
+
+impl Counted {
+    fn new() -> Self {
+        metrics::gauge!(names::CONNECTIONS).increment(1.0);
+        Self
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        metrics::gauge!(names::CONNECTIONS).decrement(1.0);
+    }
+}
+
 /// Resolves when told to stop, or when nobody is left who could tell.
-async fn told(stop: &mut watch::Receiver<bool>) {
+pub(crate) async fn told(stop: &mut watch::Receiver<bool>) {
     let _ = stop.wait_for(|stop| *stop).await;
 }
 
-enum Accepted {
+pub(crate) enum Accepted {
     Tcp(tokio::net::TcpStream, SocketAddr),
     Unix(tokio::net::UnixStream),
 }
 
-async fn accept(listener: &Listener) -> std::io::Result<Accepted> {
+pub(crate) async fn accept(listener: &Listener) -> std::io::Result<Accepted> {
     match listener {
         Listener::Tcp(listener) => {
             let (stream, peer) = listener.accept().await?;
             Ok(Accepted::Tcp(stream, peer))
         }
-        Listener::Unix(listener, _) => Ok(Accepted::Unix(listener.accept().await?.0)),
+        Listener::Unix { listener, .. } => Ok(Accepted::Unix(listener.accept().await?.0)),
     }
 }

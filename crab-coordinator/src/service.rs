@@ -5,34 +5,43 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crab_core::SandboxId;
-use http::header::{self, HeaderMap};
+use http::header::{self, HeaderValue};
 use http::request::Parts;
-use http::{Request, Response};
+use http::{Method, Request, Response, StatusCode, Version};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
+use hyper::upgrade::OnUpgrade;
+use hyper_util::rt::TokioIo;
+use tokio::sync::watch;
 
 use crate::body::{BoxError, OutBody};
 use crate::digest::{RequestDigest, RequestHasher, request_key};
 use crate::headers::{strip_hop_by_hop, upgrade_wanted};
 use crate::intake::{Intake, Promise};
 use crate::names;
+use crate::patience::Patient;
 use crate::provider::{self, Failure, FailureKind, Provider, RequestKind, plain_error};
 use crate::resolve::{Peer, SandboxResolver};
-use crate::respond::{KeepAlive, error_response, respond};
+use crate::respond::{KeepAlive, error_response, is_plain, respond};
+use crate::server::told;
 use crate::turn::driver::{Driver, Grace};
 use crate::turn::{Admitted, Asked, Ticket, Turns, Work};
-use crate::upstream::{UpBody, Upstream};
+use crate::upstream::{UpBody, Upstream, ask_for};
 
 /// What all connections share.
 pub(crate) struct Shared {
     pub(crate) turns: Arc<Turns>,
     pub(crate) upstream: Arc<Upstream>,
     pub(crate) providers: Vec<Arc<dyn Provider>>,
+    /// Models whose requests are no turns.
+    pub(crate) helpers: Vec<String>,
     pub(crate) keep_alive: KeepAlive,
     pub(crate) grace: Grace,
     /// How much of a turn's request is read before it is forwarded.
     pub(crate) request_buffer: u64,
     pub(crate) draining: AtomicBool,
+    pub(crate) limits: Limits,
+    pub(crate) stopped: watch::Receiver<bool>,
 }
 
 impl Shared {
@@ -49,8 +58,11 @@ impl Shared {
         let method = parts.method.clone();
         // Without its query, which may hold a key.
         let path = parts.uri.path().to_owned();
+        // Some ask for a WebSocket, with GET, where their turns go.
+        let upgrades = upgrade_wanted(&parts.headers).is_some();
+        let asks = if upgrades { &Method::POST } else { &method };
         let known =
-            provider::classify(&self.providers, &method, &path).map(|(provider, kind)| (Arc::clone(provider), kind));
+            provider::classify(&self.providers, asks, &path).map(|(provider, kind)| (Arc::clone(provider), kind));
         let (kind, response) = match known {
             Some((provider, RequestKind::Turn)) => match self.turn_of(&parts, sandbox.clone()) {
                 Ok(sandbox) => ("turn", self.turn(sandbox, provider, parts, body).await),
@@ -93,10 +105,21 @@ impl Shared {
 
     /// A request that is no turn: forwarded as it is, ungated.
     async fn pass(&self, parts: Parts, body: Incoming) -> Response<OutBody> {
-        let body = body.map_err(BoxError::from).boxed_unsync();
-        match self.upstream.send(Request::from_parts(parts, body)).await {
+        let body = Patient::new(body, self.limits.silence).boxed_unsync();
+        let upgrade = upgrade_wanted(&parts.headers);
+        self.forward(Request::from_parts(parts, body), upgrade).await
+    }
+
+    async fn forward(&self, mut request: Request<UpBody>, upgrade: Option<HeaderValue>) -> Response<OutBody> {
+        // The agent's connection, should the model's server agree to change the protocol.
+        let agent = upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
+        match self.upstream.send_with(request, upgrade).await {
             Ok(response) => {
-                let mut response = response.map(OutBody::Upstream);
+                if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+                    return self.switch(response, agent);
+                }
+                let mut response = response.map(|body| OutBody::Upstream(Patient::new(body, self.limits.silence)));
+                *response.version_mut() = Version::HTTP_11;
                 strip_hop_by_hop(response.headers_mut());
                 response
             }
@@ -105,6 +128,46 @@ impl Shared {
                 error_response(plain_error(&failure), &failure)
             }
         }
+    }
+
+    fn is_helper(&self, digest: Option<&RequestDigest>) -> bool {
+        let model = digest.and_then(|digest| digest.model.as_deref());
+        model.is_some_and(|model| self.helpers.iter().any(|name| matches(name, model)))
+    }
+
+    /// From here on bytes are carried both ways until either side ends, or the coordinator does.
+    fn switch(&self, mut response: Response<Incoming>, agent: Option<OnUpgrade>) -> Response<OutBody> {
+        let model = hyper::upgrade::on(&mut response);
+        let protocol = response.headers().get(header::UPGRADE).cloned();
+        let (Some(agent), Some(protocol)) = (agent, protocol) else {
+            let failure = Failure::new(
+                FailureKind::UpstreamUnreachable,
+                "The model's server changed the protocol without being asked.",
+            );
+            return error_response(plain_error(&failure), &failure);
+        };
+        let mut stopped = self.stopped.clone();
+        tokio::spawn(async move {
+            let carry = async {
+                let (agent, model) = tokio::try_join!(agent, model)?;
+                let (mut agent, mut model) = (TokioIo::new(agent), TokioIo::new(model));
+                tokio::io::copy_bidirectional(&mut agent, &mut model)
+                    .await
+                    .map_err(|error| -> BoxError { error.into() })
+            };
+            tokio::select! {
+                carried = carry => {
+                    if let Err(error) = carried {
+                        tracing::debug!(error, "a changed connection ended early");
+                    }
+                }
+                () = told(&mut stopped) => {}
+            }
+        });
+        let mut response = response.map(|_| OutBody::Full(None));
+        strip_hop_by_hop(response.headers_mut());
+        ask_for(response.headers_mut(), protocol);
+        response
     }
 
     /// A request that ends a turn.
@@ -129,10 +192,12 @@ impl Shared {
                 sandbox: sandbox.clone(),
                 provider: provider.name(),
                 key: digest.as_ref().map(|digest| request_key(provider.name(), &path, digest.body)),
-                conversation: digest.and_then(|digest| digest.conversation),
+                conversation: digest.as_ref().and_then(|digest| digest.conversation),
+                prefixes: digest.map_or_else(Vec::new, |digest| digest.prefixes).into(),
             }
         };
         let headers = parts.headers.clone();
+        let body = Patient::new(body, self.limits.silence);
         let intake = match Intake::read(body, hasher, self.request_buffer).await {
             Ok(intake) => intake,
             Err(error) => {
@@ -141,6 +206,9 @@ impl Shared {
             }
         };
         let ticket = match intake {
+            Intake::Whole { body, digest } if self.is_helper(digest.as_ref()) => {
+                return self.forward(Request::from_parts(parts, body.boxed_unsync()), None).await;
+            }
             Intake::Whole { body, digest } => {
                 let ticket = self.admit(&asked(digest)).await;
                 let request = Request::from_parts(parts, body.boxed_unsync());
@@ -199,7 +267,7 @@ impl Shared {
     async fn admit(&self, asked: &Asked) -> Ticket {
         loop {
             match self.turns.admit(asked, self.turns.new_recording()) {
-                Admitted::Turn(ticket) => return ticket,
+                Admitted::Turn(ticket) => return *ticket,
                 Admitted::Wait(recording) => recording.ended().await,
             }
         }
@@ -219,11 +287,12 @@ impl Shared {
             recording: Arc::clone(&ticket.recording),
             provider: Arc::clone(provider),
             grace: self.grace,
+            silence: self.limits.silence,
         };
         match ticket.work.clone() {
             Work::Nothing => {}
-            Work::Ask => drop(tokio::spawn(driver.ask(response))),
-            Work::Replay { from, link } => drop(tokio::spawn(driver.replay(from, link))),
+            Work::Ask => self.turns.spawn(driver.ask(response)),
+            Work::Replay { from, link } => self.turns.spawn(driver.replay(from, link)),
         }
     }
 }
@@ -237,14 +306,46 @@ impl<T> Drop for AbortOnDrop<T> {
     }
 }
 
-fn is_plain(headers: &HeaderMap) -> bool {
-    headers.get(header::CONTENT_ENCODING).is_none_or(|encoding| encoding == "identity")
+/// Whether a text is as a pattern says, in which `*` stands for any text.
+fn matches(pattern: &str, text: &str) -> bool {
+    let Some((first, rest)) = pattern.split_once('*') else {
+        return pattern == text;
+    };
+    let Some(text) = text.strip_prefix(first) else {
+        return false;
+    };
+    // The rest may begin anywhere.
+    (0..=text.len()).filter(|&at| text.is_char_boundary(at)).any(|at| matches(rest, &text[at..]))
 }
 
 /// How long waits may take.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) header_timeout: Duration,
+    /// How long either side may be silent within a body.
+    pub(crate) silence: Duration,
     pub(crate) connections: usize,
     pub(crate) head_bytes: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::matches;
+
+    #[test]
+    fn stars_stand_for_any_text() {
+        for (pattern, text, expected) in [
+            ("a", "a", true),
+            ("a", "ab", false),
+            ("a*", "ab", true),
+            ("*haiku*", "claude-haiku-4", true),
+            ("*haiku*", "claude-opus-4", false),
+            ("*-mini", "gpt-mini-x", false),
+            ("*-mini", "gpt-x-mini", true),
+            ("*", "", true),
+            ("*\u{e4}", "\u{e4}\u{e4}", true),
+        ] {
+            assert_eq!(matches(pattern, text), expected, "{pattern} {text}");
+        }
+    }
 }

@@ -77,6 +77,28 @@ impl SseSplitter {
     }
 }
 
+/// Splits a stream of JSON lines. Lines longer than 16 KiB are cut.
+#[derive(Debug, Default)]
+pub struct LineSplitter(Vec<u8>);
+
+impl LineSplitter {
+    /// Takes the next piece and calls `each` for every line that it completes.
+    pub fn update(&mut self, piece: &[u8], mut each: impl FnMut(&[u8])) {
+        for part in piece.split_inclusive(|&byte| byte == b'\n') {
+            let (text, ends) = match part.split_last() {
+                Some((b'\n', text)) => (text, true),
+                _ => (part, false),
+            };
+            let room = MAX_DATA.saturating_sub(self.0.len());
+            self.0.extend_from_slice(&text[..text.len().min(room)]);
+            if ends {
+                each(&self.0);
+                self.0.clear();
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,6 +133,16 @@ mod tests {
         let events = split(&[b"data: ", &long, b"\n\n"]);
         assert_eq!(events.len(), 1);
         assert_eq!(events[0].1.len(), MAX_DATA);
+    }
+
+    #[test]
+    fn lines_are_split_and_cut() {
+        let mut splitter = LineSplitter::default();
+        let mut lines = Vec::new();
+        for piece in [&b"ab"[..], b"c\n\nd", &vec![b'x'; 1 << 20], b"\ne"] {
+            splitter.update(piece, |line| lines.push(line.len()));
+        }
+        assert_eq!(lines, [3, 0, MAX_DATA]);
     }
 
     proptest! {

@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use crab_core::{Error, ErrorKind, Result};
-use http::header::{self, HeaderMap};
+use http::header::{self, HeaderMap, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{Request, Response, Uri, Version};
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::Incoming;
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
@@ -18,6 +19,7 @@ use parking_lot::RwLock;
 use crate::body::BoxError;
 use crate::headers::strip_hop_by_hop;
 use crate::provider::{Failure, FailureKind};
+use crate::tls;
 
 /// The body of a request on its way to the model.
 pub(crate) type UpBody = UnsyncBoxBody<Bytes, BoxError>;
@@ -35,14 +37,14 @@ impl Base {
     fn parse(url: &str) -> Result<Self> {
         let refuse = |why: &str| {
             Error::new(ErrorKind::InvalidInput, format!("the upstream \"{url}\" {why}"))
-                .fix("give it as http://host:port or http://host:port/path")
+                .fix("give it as http://host:port, https://host or with a path behind")
         };
         let uri: Uri = url.parse().map_err(|_| refuse("is not a URL"))?;
         let parts = uri.into_parts();
         let (Some(scheme), Some(authority)) = (parts.scheme, parts.authority) else {
             return Err(refuse("names no scheme or no host"));
         };
-        if scheme != Scheme::HTTP {
+        if scheme != Scheme::HTTP && scheme != Scheme::HTTPS {
             return Err(refuse("has a scheme that is not supported"));
         }
         if authority.as_str().contains('@') {
@@ -72,26 +74,60 @@ impl Base {
     }
 }
 
+/// How the model's server is reached.
+#[derive(Clone, Debug)]
+pub(crate) struct UpstreamOptions {
+    pub(crate) connect_timeout: Duration,
+    /// How long until an answer's head, from the request's beginning.
+    pub(crate) answer_timeout: Duration,
+    /// Certificates in PEM that are trusted besides the system's.
+    pub(crate) extra_roots: Vec<Vec<u8>>,
+}
+
+type Connector = HttpsConnector<HttpConnector>;
+
 /// The model's server, with a pool of connections. A request is sent once: where a connection breaks after any byte of
 /// it may have been sent, the agent gets an error and decides itself.
 #[derive(Debug)]
 pub(crate) struct Upstream {
-    client: Client<HttpConnector, UpBody>,
+    client: Client<Connector, UpBody>,
+    /// HTTP/1.1 alone knows how to change to another protocol.
+    upgrading: Client<Connector, UpBody>,
     base: RwLock<Base>,
+    answer_timeout: Duration,
 }
 
 impl Upstream {
-    pub(crate) fn new(url: &str, connect_timeout: Duration) -> Result<Self> {
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(connect_timeout));
-        connector.set_keepalive(Some(Duration::from_secs(60)));
-        let client = Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(Duration::from_secs(60))
-            .http1_max_buf_size(64 * 1024)
-            .build(connector);
-        Ok(Self { client, base: RwLock::new(Base::parse(url)?) })
+    /// Blocks where the upstream is `https`: the system's certificates are read.
+    pub(crate) fn new(url: &str, options: &UpstreamOptions) -> Result<Self> {
+        let base = Base::parse(url)?;
+        let tls = tls::config(&options.extra_roots)?;
+        let connector = |http2: bool| {
+            let mut http = HttpConnector::new();
+            http.set_nodelay(true);
+            http.enforce_http(false);
+            http.set_connect_timeout(Some(options.connect_timeout));
+            http.set_keepalive(Some(Duration::from_secs(60)));
+            let builder = HttpsConnectorBuilder::new().with_tls_config(tls.clone()).https_or_http();
+            if http2 {
+                builder.enable_all_versions().wrap_connector(http)
+            } else {
+                builder.enable_http1().wrap_connector(http)
+            }
+        };
+        let client = |http2| {
+            Client::builder(TokioExecutor::new())
+                .pool_timer(TokioTimer::new())
+                .pool_idle_timeout(Duration::from_secs(60))
+                .http1_max_buf_size(64 * 1024)
+                .build(connector(http2))
+        };
+        Ok(Self {
+            client: client(true),
+            upgrading: client(false),
+            base: RwLock::new(base),
+            answer_timeout: options.answer_timeout,
+        })
     }
 
     /// Sends requests elsewhere from now on.
@@ -100,8 +136,18 @@ impl Upstream {
         Ok(())
     }
 
-    /// Sends a request. Dropping the future or the response's body closes the connection, which cancels the request.
-    pub(crate) async fn send(&self, mut request: Request<UpBody>) -> Result<Response<Incoming>, Failure> {
+    /// Sends a request. Dropping the future or the response's body closes the connection or resets the stream, which
+    /// cancels the request.
+    pub(crate) async fn send(&self, request: Request<UpBody>) -> Result<Response<Incoming>, Failure> {
+        self.send_with(request, None).await
+    }
+
+    /// Sends a request that asks for another protocol.
+    pub(crate) async fn send_with(
+        &self,
+        mut request: Request<UpBody>,
+        upgrade: Option<HeaderValue>,
+    ) -> Result<Response<Incoming>, Failure> {
         let base = self.base.read().clone();
         let Some(uri) = base.uri(request.uri()) else {
             return Err(Failure::new(FailureKind::BadRequest, "The request's path cannot be forwarded."));
@@ -109,23 +155,48 @@ impl Upstream {
         *request.uri_mut() = uri;
         *request.version_mut() = Version::HTTP_11;
         prepare(request.headers_mut());
-        self.client.request(request).await.map_err(|error| {
-            let why = causes(&error);
-            let authority = &base.authority;
-            Failure::new(
-                FailureKind::UpstreamUnreachable,
-                if error.is_connect() {
-                    format!(
-                        "The model's server at {authority} cannot be reached ({why}). Check that it runs and that the coordinator's upstream address is right, then try again."
-                    )
-                } else {
-                    format!(
-                        "The model's server at {authority} did not answer as it should ({why}). It may have seen the request, which was not sent a second time. Try again."
-                    )
-                },
-            )
-        })
+        let client = match upgrade {
+            None => &self.client,
+            Some(protocol) => {
+                ask_for(request.headers_mut(), protocol);
+                &self.upgrading
+            }
+        };
+        match tokio::time::timeout(self.answer_timeout, client.request(request)).await {
+            Ok(Ok(response)) => Ok(response),
+            Ok(Err(error)) => Err(unanswered(&base.authority, &error)),
+            Err(_) => Err(Failure::new(
+                FailureKind::UpstreamTimedOut,
+                format!(
+                    "The model's server at {} did not begin to answer within {} s. The request was cancelled. Try again.",
+                    base.authority,
+                    self.answer_timeout.as_secs_f32()
+                ),
+            )),
+        }
     }
+}
+
+fn unanswered(authority: &Authority, error: &hyper_util::client::legacy::Error) -> Failure {
+    let why = causes(error);
+    Failure::new(
+        FailureKind::UpstreamUnreachable,
+        if error.is_connect() {
+            format!(
+                "The model's server at {authority} cannot be reached ({why}). Check that it runs and that the coordinator's upstream address is right, then try again."
+            )
+        } else {
+            format!(
+                "The model's server at {authority} did not answer as it should ({why}). It may have seen the request, which was not sent a second time. Try again."
+            )
+        },
+    )
+}
+
+/// Puts in what asks for, or agrees to, another protocol.
+pub(crate) fn ask_for(headers: &mut HeaderMap, protocol: HeaderValue) {
+    headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+    headers.insert(header::UPGRADE, protocol);
 }
 
 /// Takes out what concerned the agent's connection.

@@ -16,6 +16,8 @@ const MAX_REMEMBERED: usize = 1 << 20;
 const MAX_NUMBER: usize = 1024;
 /// So much of a key is kept to be compared with names.
 const KEY_HEAD: usize = 64;
+/// So much of the model's name is kept.
+const MODEL_HEAD: usize = 128;
 
 #[derive(Debug)]
 enum Open {
@@ -63,10 +65,11 @@ pub(super) struct JsonDigest {
     remembered: usize,
     root: Option<Hash>,
     history: Vec<Hash>,
+    model: Option<String>,
     // The scalar being read.
     string: Sha256,
     string_is_key: bool,
-    key_head: Vec<u8>,
+    head: Vec<u8>,
     unicode: u16,
     high_surrogate: Option<u16>,
     number: Vec<u8>,
@@ -81,9 +84,10 @@ impl JsonDigest {
             remembered: 0,
             root: None,
             history: Vec::new(),
+            model: None,
             string: Sha256::new(),
             string_is_key: false,
-            key_head: Vec::new(),
+            head: Vec::new(),
             unicode: 0,
             high_surrogate: None,
             number: Vec::new(),
@@ -97,7 +101,7 @@ impl JsonDigest {
             }
             if self.state == State::InString {
                 // Most of a conversation is text: take it in runs.
-                let run = piece.iter().position(|&b| b == b'"' || b == b'\\' || b < 0x20).unwrap_or(piece.len());
+                let run = plain_run(piece);
                 if run > 0 {
                     self.text(&piece[..run]);
                     piece = &piece[run..];
@@ -114,12 +118,12 @@ impl JsonDigest {
         }
     }
 
-    pub(super) fn finish(mut self) -> Option<(Hash, Vec<Hash>)> {
+    pub(super) fn finish(mut self) -> Option<(Hash, Vec<Hash>, Option<String>)> {
         if self.state == State::InNumber {
             self.end_number();
         }
         match self.state {
-            State::Done => self.root.map(|root| (root, self.history)),
+            State::Done => self.root.map(|root| (root, self.history, self.model)),
             _ => None,
         }
     }
@@ -213,7 +217,7 @@ impl JsonDigest {
         self.string = Sha256::new();
         self.string.update(b"s");
         self.string_is_key = is_key;
-        self.key_head.clear();
+        self.head.clear();
         State::InString
     }
 
@@ -221,9 +225,12 @@ impl JsonDigest {
         self.flush_surrogate();
         let hash: Hash = self.string.finalize_reset().into();
         if !self.string_is_key {
+            if self.is_model() && self.head.len() <= MODEL_HEAD {
+                self.model = String::from_utf8(std::mem::take(&mut self.head)).ok();
+            }
             return self.value(hash);
         }
-        let head = std::mem::take(&mut self.key_head);
+        let head = std::mem::take(&mut self.head);
         match self.open.last_mut() {
             Some(Open::Object { key, .. }) => {
                 *key = Some(Key { hash, head });
@@ -240,11 +247,19 @@ impl JsonDigest {
 
     fn hash_text(&mut self, bytes: &[u8]) {
         self.string.update(bytes);
-        if self.string_is_key && self.key_head.len() <= KEY_HEAD {
-            // One more than any name compared with, so that a longer key is never taken for its beginning.
-            let room = KEY_HEAD + 1 - self.key_head.len();
-            self.key_head.extend_from_slice(&bytes[..bytes.len().min(room)]);
-        }
+        let limit = match self.string_is_key {
+            true => KEY_HEAD,
+            false if self.is_model() => MODEL_HEAD,
+            false => return,
+        };
+        // One more than the limit, so that what is longer is never taken for its beginning.
+        let room = (limit + 1).saturating_sub(self.head.len());
+        self.head.extend_from_slice(&bytes[..bytes.len().min(room)]);
+    }
+
+    /// Whether the value being read is the top-level member `model`.
+    fn is_model(&self) -> bool {
+        matches!(self.open.as_slice(), [Open::Object { key: Some(key), .. }] if key.head == b"model")
     }
 
     fn escape(&mut self, byte: u8) -> State {
@@ -356,6 +371,20 @@ impl JsonDigest {
     }
 }
 
+/// How many bytes of a string follow that stand for themselves.
+fn plain_run(text: &[u8]) -> usize {
+    let ends = |byte: u8| byte == b'"' || byte == b'\\' || byte < 0x20;
+    let mut run = 0;
+    for block in text.chunks(32) {
+        // Without an early exit, so that the compiler compares many bytes at once.
+        if block.iter().fold(false, |found, &byte| found | ends(byte)) {
+            return run + block.iter().position(|&byte| ends(byte)).unwrap_or(block.len());
+        }
+        run += block.len();
+    }
+    run
+}
+
 fn tagged(tag: u8, bytes: &[u8]) -> Hash {
     let mut hasher = Sha256::new();
     hasher.update([tag]);
@@ -463,6 +492,14 @@ mod tests {
         assert_eq!(with, digest(r#"{"messages":[{"a":1}]}"#));
         let longer = digest(r#"{"messages":[{"a":1,"cache_control_x":1}]}"#);
         assert_ne!(with, longer);
+    }
+
+    #[test]
+    fn the_model_is_read_at_the_top_alone() {
+        let model = |text: &str| digest(text).unwrap().model;
+        assert_eq!(model(r#"{"a":{"model":"x"},"model":"small-\u0031","b":"y"}"#).as_deref(), Some("small-1"));
+        assert_eq!(model(r#"{"a":{"model":"x"},"model":1,"models":"y"}"#), None);
+        assert_eq!(model(&format!(r#"{{"model":"{}"}}"#, "x".repeat(129))), None);
     }
 
     #[test]

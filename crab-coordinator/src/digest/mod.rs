@@ -30,6 +30,8 @@ pub struct RequestDigest {
     pub conversation: Option<Digest>,
     /// The chain's value after each element of the history; the last is `conversation`.
     pub prefixes: Vec<Digest>,
+    /// The top-level member `model`, where it is a string of at most 128 bytes.
+    pub model: Option<String>,
 }
 
 /// Takes the digest of a body that arrives in pieces.
@@ -68,9 +70,9 @@ impl RequestHasher {
     /// members open at once).
     #[must_use]
     pub fn finish(self) -> Option<RequestDigest> {
-        let (root, history) = match self.0 {
+        let (root, history, model) = match self.0 {
             Kind::Json(json) => json.finish()?,
-            Kind::Opaque(hasher) => (hasher.finalize().into(), Vec::new()),
+            Kind::Opaque(hasher) => (hasher.finalize().into(), Vec::new(), None),
         };
         let mut prefixes = Vec::with_capacity(history.len());
         let mut chain = [0; 32];
@@ -81,7 +83,7 @@ impl RequestHasher {
             chain = hasher.finalize().into();
             prefixes.push(Digest(chain));
         }
-        Some(RequestDigest { body: Digest(root), conversation: prefixes.last().copied(), prefixes })
+        Some(RequestDigest { body: Digest(root), conversation: prefixes.last().copied(), prefixes, model })
     }
 }
 

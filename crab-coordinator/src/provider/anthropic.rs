@@ -7,7 +7,7 @@ use super::{ErrorAnswer, EventMark, Failure, FailureKind, Provider, RequestKind,
 use crate::digest::ConversationShape;
 use crate::sse::SseEvent;
 
-/// `POST …/v1/messages`.
+/// `POST …/v1/messages`, and the same on Vertex (`…/models/M:rawPredict` and `:streamRawPredict`).
 #[derive(Clone, Copy, Debug)]
 pub struct AnthropicMessages;
 
@@ -32,7 +32,8 @@ impl Provider for AnthropicMessages {
     }
 
     fn classify(&self, method: &Method, path: &str) -> Option<RequestKind> {
-        if path.ends_with("/v1/messages") {
+        let vertex = path.ends_with(":rawPredict") || path.ends_with(":streamRawPredict");
+        if vertex || path.ends_with("/v1/messages") {
             Some(if method == Method::POST { RequestKind::Turn } else { RequestKind::Auxiliary })
         } else if path.ends_with("/v1/messages/count_tokens") || path.contains("/v1/messages/batches") {
             Some(RequestKind::Auxiliary)

@@ -5,7 +5,11 @@
 //! or a line in [`known`] for those that come with the crate.
 
 mod anthropic;
+mod bedrock;
+mod gemini;
+mod ollama;
 mod openai_chat;
+mod openai_responses;
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,7 +19,11 @@ use bytes::Bytes;
 use http::{HeaderMap, Method, StatusCode};
 
 pub use anthropic::AnthropicMessages;
+pub use bedrock::Bedrock;
+pub use gemini::Gemini;
+pub use ollama::Ollama;
 pub use openai_chat::OpenAiChat;
+pub use openai_responses::OpenAiResponses;
 
 use crate::digest::ConversationShape;
 use crate::sse::SseEvent;
@@ -161,7 +169,14 @@ impl fmt::Debug for dyn Provider {
 /// The providers that come with the crate, in the order in which they are asked.
 #[must_use]
 pub fn known() -> Vec<Arc<dyn Provider>> {
-    vec![Arc::new(AnthropicMessages), Arc::new(OpenAiChat)]
+    vec![
+        Arc::new(AnthropicMessages),
+        Arc::new(OpenAiResponses),
+        Arc::new(OpenAiChat),
+        Arc::new(Gemini),
+        Arc::new(Bedrock),
+        Arc::new(Ollama),
+    ]
 }
 
 /// The first provider that knows this request.
@@ -281,7 +296,8 @@ mod tests {
             let answers = known().into_iter().map(|provider| provider.error(&failure));
             for answer in answers.chain([plain_error(&failure)]) {
                 let json: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
-                assert_eq!(json["error"]["message"], "it \"broke\"\n");
+                let said = [&json["error"]["message"], &json["error"], &json["message"]];
+                assert!(said.contains(&&"it \"broke\"\n".into()), "{json}");
                 assert!(answer.status.is_client_error() || answer.status.is_server_error());
             }
         }

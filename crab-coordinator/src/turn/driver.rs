@@ -26,12 +26,14 @@ use hyper::body::{Body as _, Frame, Incoming};
 use super::gate::TurnGate;
 use super::recording::{End, Recording};
 use super::{Asked, Turns};
+use crate::body::BoxError;
 use crate::headers::strip_hop_by_hop;
 use crate::journal::{AnswerName, AnswerReader, AnswerWriter, Head};
 use crate::names;
+use crate::patience::Patient;
 use crate::provider::{EventMark, Failure, FailureKind, Provider};
-use crate::respond::is_event_stream;
-use crate::sse::SseSplitter;
+use crate::respond::{content_type, is_plain};
+use crate::sse::{LineSplitter, SseEvent, SseSplitter};
 
 /// How long the piece that ends an answer is held for the end of its stream to follow.
 const LAST_PATIENCE: Duration = Duration::from_millis(50);
@@ -55,6 +57,8 @@ pub(crate) struct Driver {
     pub(crate) recording: Arc<Recording>,
     pub(crate) provider: Arc<dyn Provider>,
     pub(crate) grace: Grace,
+    /// How long the model's server may be silent within its answer.
+    pub(crate) silence: Duration,
 }
 
 impl Driver {
@@ -86,7 +90,8 @@ impl Driver {
     }
 
     async fn receive(self, response: Response<Incoming>, mut abandoned: Pin<&mut impl Future<Output = ()>>) {
-        let (parts, mut body) = response.into_parts();
+        let (parts, body) = response.into_parts();
+        let mut body = Patient::new(body, self.silence);
         let framed = parts.version == http::Version::HTTP_2
             || parts.headers.contains_key(header::CONTENT_LENGTH)
             || parts.headers.contains_key(header::TRANSFER_ENCODING);
@@ -124,7 +129,7 @@ impl Driver {
                 Some(Ok(Err(frame))) => trailers = frame.into_trailers().ok(),
                 Some(Err(error)) => {
                     self.release(&mut held).await;
-                    let why = crate::upstream::causes(&error);
+                    let why = crate::upstream::causes(error.as_ref());
                     tracing::info!(sandbox = %self.asked.sandbox, turn = %self.number, why, "the model's answer broke off");
                     return self.gone(End::Broken(why.into()));
                 }
@@ -257,10 +262,10 @@ async fn blocking<T: Send + 'static>(
     })
 }
 
-type Next = Option<Result<Frame<Bytes>, hyper::Error>>;
+type Next = Option<Result<Frame<Bytes>, BoxError>>;
 
 /// What follows, if it follows at once; after the event that ends an answer, if it follows soon.
-async fn ahead(body: &mut Incoming, is_last: bool) -> Option<Next> {
+async fn ahead(body: &mut Patient<Incoming>, is_last: bool) -> Option<Next> {
     if body.is_end_stream() {
         return Some(None);
     }
@@ -275,41 +280,50 @@ async fn ahead(body: &mut Incoming, is_last: bool) -> Option<Next> {
 
 /// Watches an answer pass, to know whether it is one that may be given again.
 struct Scan {
-    /// For plain event streams: others cannot be looked into.
-    events: Option<(SseSplitter, Arc<dyn Provider>)>,
+    events: Option<(Splitter, Arc<dyn Provider>)>,
     complete: bool,
     last: bool,
     error: bool,
 }
 
+/// How a plain stream is split into events. Others cannot be looked into.
+enum Splitter {
+    Sse(SseSplitter),
+    Lines(LineSplitter),
+}
+
 impl Scan {
     fn new(headers: &HeaderMap, provider: Arc<dyn Provider>) -> Self {
-        let plain = headers.get(header::CONTENT_ENCODING).is_none_or(|encoding| encoding == "identity");
-        Self {
-            events: (plain && is_event_stream(headers)).then(|| (SseSplitter::default(), provider)),
-            complete: false,
-            last: false,
-            error: false,
-        }
+        let splitter = match content_type(headers) {
+            _ if !is_plain(headers) => None,
+            Some("text/event-stream") => Some(Splitter::Sse(SseSplitter::default())),
+            Some("application/x-ndjson") => Some(Splitter::Lines(LineSplitter::default())),
+            _ => None,
+        };
+        Self { events: splitter.map(|splitter| (splitter, provider)), complete: false, last: false, error: false }
     }
 
     fn update(&mut self, data: &[u8]) {
         let Some((splitter, provider)) = &mut self.events else {
             return;
         };
-        splitter.update(data, |event| match provider.mark(event) {
+        let mut each = |event: SseEvent<'_>| match provider.mark(event) {
             EventMark::Ordinary => {}
             EventMark::Complete => self.complete = true,
             EventMark::Last => (self.complete, self.last) = (true, true),
             EventMark::Error => self.error = true,
-        });
+        };
+        match splitter {
+            Splitter::Sse(splitter) => splitter.update(data, each),
+            Splitter::Lines(splitter) => splitter.update(data, |line| each(SseEvent { name: b"", data: line })),
+        }
     }
 
     fn is_last(&self) -> bool {
         self.last
     }
 
-    /// Whether the answer that has just ended is whole. An event stream must have said so; of others the framing must
+    /// Whether the answer that has just ended is whole. A stream of events must have said so; of others the framing must
     /// have: a body that is ended by closing the connection may have been cut.
     fn is_whole(&self, framed: bool) -> bool {
         match self.events {

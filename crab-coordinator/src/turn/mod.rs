@@ -4,6 +4,7 @@ pub(crate) mod driver;
 pub(crate) mod gate;
 pub(crate) mod ledger;
 pub(crate) mod recording;
+mod undone;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -11,13 +12,16 @@ use std::sync::Arc;
 
 use crab_core::{Boundary, Digest, Error, Gate, SandboxId, Turn, TurnNumber, Verdict};
 use parking_lot::Mutex;
-use tokio::sync::mpsc;
+use tokio::sync::{broadcast, mpsc};
+use tokio::task::JoinSet;
 
+use crate::event;
 use crate::journal::{Event, Found, Journal};
 use crate::names;
 use gate::{GatePolicy, TurnGate};
 use ledger::{Admission, Answer, Gating, Known, Ledger};
 use recording::{Recording, Subscription};
+use undone::Undone;
 
 /// A request on a turn path.
 #[derive(Clone, Debug)]
@@ -26,12 +30,14 @@ pub(crate) struct Asked {
     pub(crate) provider: &'static str,
     pub(crate) key: Option<Digest>,
     pub(crate) conversation: Option<Digest>,
+    /// The conversation's digests after each of its elements.
+    pub(crate) prefixes: Arc<[Digest]>,
 }
 
 /// What became of a request.
 pub(crate) enum Admitted {
     /// It has its turn.
-    Turn(Ticket),
+    Turn(Box<Ticket>),
     /// Its turn's answer is under way and too far gone to be joined: ask again when it has ended.
     Wait(Arc<Recording>),
 }
@@ -64,6 +70,10 @@ struct Desk {
     ledger: Ledger,
     /// Turns whose answer is coming or whose gate is closed.
     live: HashMap<TurnNumber, Live>,
+    /// What the last restore undid, as long as a request may speak of it.
+    undone: Option<Undone>,
+    /// Turns that went since the index was written anew.
+    trimmed: usize,
 }
 
 struct Live {
@@ -76,8 +86,11 @@ pub(crate) struct Turns {
     desks: Mutex<HashMap<SandboxId, Arc<Mutex<Desk>>>>,
     pub(crate) journal: Option<Journal>,
     boundaries: Mutex<Option<mpsc::UnboundedSender<Boundary>>>,
+    events: broadcast::Sender<event::Event>,
     policy: GatePolicy,
     window: usize,
+    /// Drivers and attendants. They hold this, so whoever is done with it must call `close`.
+    tasks: Mutex<JoinSet<()>>,
 }
 
 impl Turns {
@@ -94,10 +107,25 @@ impl Turns {
             if let Some(journal) = &journal {
                 tidy(journal, &sandbox, &found, &ledger);
             }
-            let desk = Desk { ledger, live: HashMap::new() };
+            let desk = Desk { ledger, ..Desk::default() };
             desks.insert(sandbox, Arc::new(Mutex::new(desk)));
         }
-        Self { desks: Mutex::new(desks), journal, boundaries: Mutex::new(Some(boundaries)), policy, window }
+        Self {
+            desks: Mutex::new(desks),
+            journal,
+            boundaries: Mutex::new(Some(boundaries)),
+            events: broadcast::Sender::new(256),
+            policy,
+            window,
+            tasks: Mutex::new(JoinSet::new()),
+        }
+    }
+
+    /// Runs something until it is over or this is closed.
+    pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
+        let mut tasks = self.tasks.lock();
+        while tasks.try_join_next().is_some() {}
+        tasks.spawn(work);
     }
 
     fn desk(&self, sandbox: &SandboxId) -> Arc<Mutex<Desk>> {
@@ -175,6 +203,9 @@ impl Turns {
                 }
             }
             Admission::AskAgain(number) => {
+                if let (Some(journal), Some(known)) = (&self.journal, desk.ledger.get(number)) {
+                    journal.remove_answer(&asked.sandbox, number, known.attempt);
+                }
                 let attempt = desk.ledger.ask_again(number);
                 match desk.ledger.get(number).cloned() {
                     Some(known) => {
@@ -223,6 +254,7 @@ impl Turns {
         };
         let number = desk.ledger.open(asked.key, asked.conversation);
         metrics::counter!(names::TURNS, "provider" => asked.provider).increment(1);
+        self.hear(desk, asked, number);
         if let (Some(journal), Work::Replay { link: Some(link), .. }) = (&self.journal, &mut work) {
             *link = journal.answer_path(&asked.sandbox, number, 1);
         }
@@ -263,6 +295,12 @@ impl Turns {
         let limits = &journal.limits;
         for (turn, attempt) in desk.ledger.trim(limits.turns, limits.sandbox_bytes) {
             journal.remove_answer(sandbox, turn, attempt);
+            desk.trimmed += 1;
+        }
+        // Each turn leaves a few lines; those of turns that are gone must not pile up.
+        if desk.trimmed > limits.turns + 64 {
+            desk.trimmed = 0;
+            journal.rewrite(sandbox, &desk.ledger.events());
         }
     }
 
@@ -274,7 +312,7 @@ impl Turns {
         hold: crab_core::GateHold,
     ) {
         let turns = Arc::clone(self);
-        tokio::spawn(async move {
+        self.spawn(async move {
             gate.attend(hold, turns.policy, |verdict, held| {
                 turns.decided(&sandbox, number, verdict);
                 metrics::histogram!(names::HELD).record(held.as_secs_f64());
@@ -299,6 +337,11 @@ impl Turns {
             }
         };
         metrics::counter!(names::VERDICTS, "verdict" => name).increment(1);
+        match gating {
+            Gating::Open(None) => self.tell(event::Event::Unprotected { sandbox: sandbox.clone(), turn: number }),
+            Gating::Failed => self.tell(event::Event::GateFailed { sandbox: sandbox.clone(), turn: number }),
+            Gating::Open(Some(_)) | Gating::Closed => {}
+        }
         let desk = self.desk(sandbox);
         let mut desk = desk.lock();
         desk.ledger.set_gating(number, gating);
@@ -339,11 +382,41 @@ impl Turns {
         }
     }
 
-    /// The sandbox was restored.
-    pub(crate) fn rewind(&self, sandbox: &SandboxId, replay: bool) {
-        self.desk(sandbox).lock().ledger.rewind(replay);
+    /// The sandbox was restored to the version of this turn.
+    pub(crate) fn rewind(&self, sandbox: &SandboxId, to: TurnNumber, replay: bool) {
+        let desk = self.desk(sandbox);
+        let mut desk = desk.lock();
+        desk.ledger.rewind(replay);
+        let undone = Undone::new(to, desk.ledger.iter().map(|(turn, known)| (turn, known.conversation)));
+        desk.undone = Some(undone).filter(|undone| !undone.is_over());
+        drop(desk);
         if let Some(journal) = &self.journal {
             journal.append(sandbox, &Event::Rewound { replay }, None);
+        }
+    }
+
+    pub(crate) fn subscribe(&self) -> broadcast::Receiver<event::Event> {
+        self.events.subscribe()
+    }
+
+    fn tell(&self, event: event::Event) {
+        // Nobody need listen.
+        let _ = self.events.send(event);
+    }
+
+    /// Says so where a new turn's request speaks of turns that a restore has undone.
+    fn hear(&self, desk: &mut Desk, asked: &Asked, turn: TurnNumber) {
+        let Some(undone) = &mut desk.undone else {
+            return;
+        };
+        if let Some((restored_to, speaks_of)) = undone.hear(&asked.prefixes) {
+            let sandbox = asked.sandbox.clone();
+            tracing::warn!(%sandbox, %turn, %restored_to, %speaks_of, "a request speaks of turns that were undone: its conversation was not restored with the sandbox");
+            metrics::counter!(names::DIVERGED).increment(1);
+            self.tell(event::Event::Diverged { sandbox, turn, restored_to, speaks_of });
+        }
+        if undone.is_over() {
+            desk.undone = None;
         }
     }
 
@@ -385,9 +458,12 @@ impl Turns {
         desk.lock().ledger.newest()
     }
 
-    /// No more boundaries will come.
-    pub(crate) fn close(&self) {
+    /// No more boundaries will come. Ends all that runs; the engine sees gates abandoned.
+    pub(crate) fn close(&self) -> JoinSet<()> {
         self.boundaries.lock().take();
+        let mut tasks = std::mem::take(&mut *self.tasks.lock());
+        tasks.abort_all();
+        tasks
     }
 }
 
@@ -429,7 +505,7 @@ fn ticket(
     subscription: Subscription,
     work: Work,
 ) -> Admitted {
-    Admitted::Turn(Ticket { asked: asked.clone(), number, attempt, gate, recording, subscription, work })
+    Admitted::Turn(Box::new(Ticket { asked: asked.clone(), number, attempt, gate, recording, subscription, work }))
 }
 
 /// Removes answers that no turn refers to, and writes an index anew that has grown far beyond what it says.

@@ -280,7 +280,7 @@ impl Subscription {
         }
     }
 
-    /// The next frame, as a future.
+    #[cfg(test)]
     #[cfg(test)]
     pub(crate) async fn frame(&mut self) -> Option<Result<Frame<Bytes>, BrokenOff>> {
         poll_fn(|cx| pin!(&mut *self).poll_frame(cx)).await

@@ -1,0 +1,11 @@
+//! The coordinator over real sockets, against a scripted model.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test stops where it is surprised")]
+
+mod support;
+
+mod forwarding;
+mod gating;
+mod journal;
+mod protocols;
+mod retries;
