@@ -16,8 +16,6 @@ Tasks:
   setup [--check]            make this machine ready: host packages, CRIU, the btrfs pool, the
                              sandboxes' root filesystem. With --check, only say what is missing
   test [ARGS...]             setup, then `cargo test --workspace ARGS`; says what was skipped
-  demo [ARGS...]             setup, then the demo in release mode
-  bench NAME [--json FILE]   setup, then `cargo bench -p crab-benches --bench NAME`
   help                       this text
 
 Environment:
@@ -33,8 +31,6 @@ fn main() -> ExitCode {
     let outcome = match task {
         "setup" => setup::main(rest),
         "test" => tasks::test(rest),
-        "demo" => tasks::demo(rest),
-        "bench" => tasks::bench(rest),
         "help" | "--help" | "-h" => {
             print!("{USAGE}");
             Ok(ExitCode::SUCCESS)

@@ -66,24 +66,6 @@ pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
     Ok(exit_code(status))
 }
 
-/// `cargo xtask demo`: the demo, in release mode.
-pub(crate) fn demo(arguments: &[String]) -> Result<ExitCode, String> {
-    ready()?;
-    pass_on(cargo().args(["run", "--release", "-p", "crab-examples", "--bin", "demo", "--"]).args(arguments))
-}
-
-/// `cargo xtask bench NAME`: one benchmark of crab-benches.
-pub(crate) fn bench(arguments: &[String]) -> Result<ExitCode, String> {
-    let Some((name, rest)) = arguments.split_first() else {
-        return Err("name the benchmark: cargo xtask bench NAME [--json FILE]".to_owned());
-    };
-    if name.starts_with('-') {
-        return Err(format!("`{name}` is no benchmark's name: cargo xtask bench NAME [--json FILE]"));
-    }
-    ready()?;
-    pass_on(cargo().args(["bench", "-p", "crab-benches", "--bench", name, "--"]).args(rest))
-}
-
 fn ready() -> Result<(), String> {
     println!("xtask: making this machine ready first (cargo xtask setup)");
     setup::install()
@@ -96,10 +78,6 @@ fn cargo() -> Command {
     command.env("CRAB_HOME", home.path());
     command.env("CRAB_CRIU", home.criu_binary());
     command
-}
-
-fn pass_on(command: &mut Command) -> Result<ExitCode, String> {
-    command.status().map(exit_code).map_err(|error| format!("cannot start cargo: {error}"))
 }
 
 fn exit_code(status: ExitStatus) -> ExitCode {

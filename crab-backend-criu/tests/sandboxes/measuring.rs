@@ -26,7 +26,7 @@ fn report(what: &str, mut times: Vec<Duration>) {
 
 /// `cargo test -p crab-backend-criu --release --test sandboxes -- --ignored --nocapture`
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "prints times, asserts none"]
+#[ignore = "a measurement: it prints times and asserts none; run by hand as above"]
 async fn how_long_it_takes() {
     let Some(world) = world().await else { return };
     let sandbox = world.with_server();

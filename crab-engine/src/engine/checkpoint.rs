@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use async_trait::async_trait;
 use crab_core::{
     Artifact, ArtifactId, AtCut, CaptureRequest, Captured, CheckpointBackend, Condition, Delta, Error, ErrorKind, Half,
-    HostFacts, MANIFEST_FORMAT, Manifest, NoCut, Origin, Rebase, Result, Sandbox, SandboxId, Timings, TurnNumber,
-    VersionId,
+    HostFacts, MANIFEST_FORMAT, Manifest, NoCut, Origin, Rebase, Result, Sandbox, SandboxId, Timings, Token,
+    TurnNumber, VersionId,
 };
 use futures_util::FutureExt;
 use parking_lot::Mutex;
@@ -40,6 +40,10 @@ struct Made {
 /// What stands captured when the sandbox runs again.
 struct Cut {
     delta: Delta,
+    /// What had been seen of the processes when their image was whole. A dump lets them do things, such as system calls
+    /// of CRIU's own code, that a restore need not bring back. For the files the delta's token stays the right one:
+    /// they were captured during the dump, and somebody outside may have changed them since.
+    dumped: Option<Token>,
     plan: Plan,
     filesystem: Option<Box<dyn Captured>>,
     process: ProcessCut,
@@ -59,7 +63,7 @@ enum CutResult {
     Clean,
     /// A capture of files alone is not enough.
     NeedsProcess,
-    Taken(Cut),
+    Taken(Box<Cut>),
 }
 
 /// Runs a job that has begun to its end and gives the verdicts.
@@ -178,7 +182,7 @@ impl Work {
             CutResult::Taken(cut) => {
                 self.inner.step("checkpoint.captured")?;
                 self.inner.advance(self.job, Lane::Persist, false).await?;
-                self.make(attached, standing, version, cut).await.map(|made| Some(Done::Made(made)))
+                self.make(attached, standing, version, *cut).await.map(|made| Some(Done::Made(made)))
             }
         }
     }
@@ -217,14 +221,15 @@ impl Work {
         }
         // The token of the look before the snapshot: what was seen between it and the snapshot counts as changed once
         // more, and nothing that came after the snapshot counts as saved.
-        Ok(CutResult::Taken(Cut {
+        Ok(CutResult::Taken(Box::new(Cut {
             delta: before,
+            dumped: None,
             plan,
             filesystem: Some(files),
             process,
             frozen: Duration::ZERO,
             capture: begun.elapsed(),
-        }))
+        })))
     }
 
     /// Whatever is needed at one cut, with the sandbox frozen.
@@ -253,7 +258,7 @@ impl Work {
             (Ok(Some(mut cut)), Ok(frozen)) => {
                 cut.frozen = frozen;
                 cut.capture = begun.elapsed();
-                return Ok(CutResult::Taken(cut));
+                return Ok(CutResult::Taken(Box::new(cut)));
             }
             (Ok(None), Ok(_)) => return Ok(CutResult::Clean),
             (Ok(cut), Err(error)) => {
@@ -286,9 +291,10 @@ impl Work {
             return Ok(None);
         }
         let files_parent = standing.and_then(|manifest| manifest.filesystem.artifact()).cloned();
-        let cut = |plan, filesystem, process| {
+        let cut = |plan, filesystem, process, dumped| {
             Some(Cut {
                 delta: delta.clone(),
+                dumped,
                 plan,
                 filesystem,
                 process,
@@ -308,7 +314,7 @@ impl Work {
                     true => Some(self.capture_files(&sandbox, artifact, files_parent, true).await?),
                     false => None,
                 };
-                return Ok(cut(plan, files, half));
+                return Ok(cut(plan, files, half, None));
             }
         };
         let process_parent = standing.and_then(|manifest| manifest.process.artifact()).cloned();
@@ -340,12 +346,16 @@ impl Work {
         if plan.filesystem && files.is_none() {
             if matches!(process, ProcessCut::Captured(_)) {
                 let broken = Error::new(ErrorKind::Internal, "the process backend did not run what belongs at its cut");
-                cut(plan, None, process).map(|cut| tokio::spawn(cut.discard(inner.options.deadlines.persist)));
+                cut(plan, None, process, None).map(|cut| tokio::spawn(cut.discard(inner.options.deadlines.persist)));
                 return Err(broken);
             }
             files = Some(self.capture_files(&sandbox, artifact, files_parent, true).await?);
         }
-        Ok(cut(plan, files, process))
+        let dumped = match process {
+            ProcessCut::Captured(_) => Some(inner.take(&self.id).await.token),
+            _ => None,
+        };
+        Ok(cut(plan, files, process, dumped))
     }
 
     async fn capture_files(
@@ -411,7 +421,7 @@ impl Work {
     ) -> Result<Made> {
         let inner = &self.inner;
         let begun = Instant::now();
-        let Cut { delta, plan, filesystem, process, frozen, capture } = cut;
+        let Cut { delta, dumped, plan, filesystem, process, frozen, capture } = cut;
         let persist = inner.options.deadlines.persist;
         let files = async {
             match filesystem {
@@ -489,8 +499,13 @@ impl Work {
         }
         attached.stand_on(manifest.clone(), plan == Plan::FULL);
         let tree = manifest.filesystem.artifact().and_then(|artifact| inner.filesystem.tree(artifact));
-        let base = Rebase { token: delta.token, filesystem: plan.filesystem, process: process_rebased, tree };
+        let whole = dumped.is_none();
+        let base = Rebase { token: delta.token, filesystem: plan.filesystem, process: process_rebased && whole, tree };
         inner.rebase(&self.id, base).await;
+        if let Some(token) = dumped {
+            let base = Rebase { token, filesystem: false, process: process_rebased, tree: None };
+            inner.rebase(&self.id, base).await;
+        }
         let sizes = new.iter().flatten().filter_map(|half| half.artifact()?.bytes);
         let bytes = sizes.fold(None, |sum: Option<u64>, bytes| Some(sum.unwrap_or(0).saturating_add(bytes)));
         Ok(Made { manifest, plan, delta: describe_delta(&delta), bytes })

@@ -19,7 +19,13 @@ impl Cgroup {
     /// Makes the leaf for a sandbox; one that is there already must be empty.
     pub(super) fn create(id: &SandboxId) -> Result<Self> {
         let path = mount_point()?.join("crab").join(id.as_str());
-        std::fs::create_dir_all(&path).map_err(|e| Error::io(format!("make the cgroup {}", path.display()), e))?;
+        // Whoever destroys the last sandbox may take the parent away between the two steps.
+        let made = (0..5).map(|_| std::fs::create_dir_all(&path)).find(|made| match made {
+            Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+            Ok(()) => true,
+        });
+        made.unwrap_or_else(|| std::fs::create_dir_all(&path))
+            .map_err(|e| Error::io(format!("make the cgroup {}", path.display()), e))?;
         let cgroup = Self(path);
         if cgroup.event("populated")? {
             return Err(Error::new(
@@ -96,9 +102,14 @@ impl Cgroup {
         Ok(if self.event("frozen")? { Condition::Frozen } else { Condition::Running })
     }
 
-    /// Removes it with the cgroups below it. It must be empty.
+    /// Removes it with the cgroups below it. It must be empty. The last one takes the parent with it.
     pub(super) fn remove(&self) -> Result<()> {
-        remove_below(&self.0).map_err(|e| Error::io(format!("remove the cgroup {}", self.0.display()), e))
+        remove_below(&self.0).map_err(|e| Error::io(format!("remove the cgroup {}", self.0.display()), e))?;
+        if let Some(parent) = self.0.parent() {
+            // It stays while it holds another.
+            let _ = std::fs::remove_dir(parent);
+        }
+        Ok(())
     }
 
     fn write(&self, file: &str, text: &str) -> Result<()> {
