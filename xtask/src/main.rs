@@ -16,6 +16,7 @@ Tasks:
   setup [--check]            make this machine ready: host packages, CRIU, the btrfs pool, the
                              sandboxes' root filesystem. With --check, only say what is missing
   test [ARGS...]             setup, then `cargo test --workspace ARGS`; says what was skipped
+  bench NAME [--json FILE]   setup, then one bench, built for speed; without a name, lists them
   help                       this text
 
 Environment:
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
     let outcome = match task {
         "setup" => setup::main(rest),
         "test" => tasks::test(rest),
+        "bench" => tasks::bench(rest),
         "help" | "--help" | "-h" => {
             print!("{USAGE}");
             Ok(ExitCode::SUCCESS)

@@ -66,6 +66,22 @@ pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
     Ok(exit_code(status))
 }
 
+/// `cargo xtask bench NAME [--json FILE]`: setup, then one bench, built for speed.
+pub(crate) fn bench(arguments: &[String]) -> Result<ExitCode, String> {
+    ready()?;
+    release("crab-benches", "crab-bench", arguments)
+}
+
+/// Builds a program of the workspace for speed and runs it.
+fn release(package: &str, program: &str, arguments: &[String]) -> Result<ExitCode, String> {
+    let status = cargo()
+        .args(["run", "--release", "--quiet", "--package", package, "--bin", program, "--"])
+        .args(arguments)
+        .status()
+        .map_err(|error| format!("cannot start cargo: {error}"))?;
+    Ok(exit_code(status))
+}
+
 fn ready() -> Result<(), String> {
     println!("xtask: making this machine ready first (cargo xtask setup)");
     setup::install()

@@ -1,0 +1,50 @@
+//! Benchmarks, as ratios measured in one run: `cargo xtask bench NAME [--json FILE]`.
+//!
+//! One module a part. A bench adds its figures to a [`Report`]; absolute times are printed for people, and only ratios
+//! and percentiles measured side by side are worth comparing between machines.
+
+mod report;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use report::Report;
+
+/// One bench: measures, and fills the report.
+type Bench = fn(&mut Report) -> Result<(), String>;
+
+/// Every bench by its name; a new one adds its module and a line here.
+const BENCHES: &[(&str, &str, Bench)] = &[("report", "the cost of the bench's own clock", report::clock)];
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("crab-bench: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<(), String> {
+    let mut arguments = std::env::args().skip(1);
+    let name = arguments.next().unwrap_or_default();
+    let mut json: Option<PathBuf> = None;
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--json" => json = Some(arguments.next().ok_or("--json needs a file")?.into()),
+            other => return Err(format!("unknown option `{other}`")),
+        }
+    }
+    let Some((name, _, bench)) = BENCHES.iter().find(|(known, ..)| *known == name) else {
+        let known: Vec<String> = BENCHES.iter().map(|(name, what, _)| format!("  {name:<12} {what}")).collect();
+        return Err(format!("which bench? They are:\n{}", known.join("\n")));
+    };
+    let mut report = Report::new(name);
+    bench(&mut report)?;
+    report.print();
+    if let Some(path) = json {
+        report.write(&path)?;
+    }
+    Ok(())
+}
