@@ -80,7 +80,8 @@ pub struct Artifact {
     /// Bytes that were written to make it durable, where the backend knows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
-    /// Artifacts of the same backend that must be kept for this one to be whole.
+    /// Artifacts of the same backend, domain and sandbox that must be kept for this one to be whole. A backend may name
+    /// the nearest alone: those that they depend on are kept with them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub depends_on: Vec<ArtifactId>,
     /// What the host must give again at restore.

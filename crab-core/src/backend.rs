@@ -71,7 +71,7 @@ pub struct CaptureRequest<'a> {
     pub sandbox: &'a Sandbox,
     /// The name that the artifact gets.
     pub artifact: ArtifactId,
-    /// The last artifact of this domain, for backends that store differences.
+    /// The last artifact of this domain and sandbox, for backends that store differences.
     pub parent: Option<&'a Artifact>,
     /// The caller has frozen the sandbox's cgroup and will thaw it. The backend must leave it frozen.
     pub frozen: bool,

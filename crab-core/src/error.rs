@@ -2,6 +2,7 @@
 
 use std::error::Error as StdError;
 use std::fmt;
+use std::sync::Arc;
 
 use crate::host::Condition;
 
@@ -62,15 +63,19 @@ pub enum Advice {
 /// assert_eq!(error.advice(), Advice::Fix);
 /// assert_eq!(error.to_string(), "no usable CRIU was found; run `cargo xtask setup` (the sandbox is running)");
 /// ```
+///
+/// Clones are cheap enough to give one failure to everybody who waited for the same work; they share the source.
+#[derive(Clone)]
 pub struct Error(Box<Inner>);
 
+#[derive(Clone)]
 struct Inner {
     kind: ErrorKind,
     message: String,
     advice: Option<Advice>,
     fix: Option<String>,
     condition: Option<Condition>,
-    source: Option<Box<dyn StdError + Send + Sync>>,
+    source: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
 impl Error {
@@ -132,7 +137,7 @@ impl Error {
     /// Names the cause.
     #[must_use]
     pub fn caused_by(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
-        self.0.source = Some(source.into());
+        self.0.source = Some(Arc::from(source.into()));
         self
     }
 
@@ -147,6 +152,12 @@ impl Error {
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
+    }
+
+    /// What went wrong in words, without the cause, the remedy and the condition, which are told apart.
+    #[must_use]
+    pub fn message(&self) -> &str {
+        &self.0.message
     }
 
     /// What the caller can do.
@@ -222,6 +233,17 @@ mod tests {
         assert_eq!(error.advice(), Advice::Fix);
         let text = error.to_string();
         assert!(text.contains("cannot write the manifest") && text.contains("free space"), "{text}");
+    }
+
+    #[test]
+    fn a_clone_says_everything_that_the_error_says() {
+        let source = std::io::Error::from_raw_os_error(28);
+        let error = Error::io("write x", source).condition(Condition::Frozen).while_doing("capture");
+        let copy = error.clone();
+        assert_eq!((copy.to_string(), copy.kind(), copy.advice()), (error.to_string(), error.kind(), error.advice()));
+        assert_eq!(copy.message(), "capture: cannot write x");
+        assert_eq!(copy.sandbox_condition(), Some(Condition::Frozen));
+        assert!(copy.source().unwrap().downcast_ref::<std::io::Error>().is_some());
     }
 
     #[test]

@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
-use crate::id::SandboxId;
+use crate::id::{SandboxId, VersionId};
 use crate::sandbox::{External, InheritedFd, Sandbox};
 
 /// The condition of a sandbox's processes.
@@ -78,6 +78,19 @@ pub trait SandboxHost: Send + Sync {
     /// # Errors
     /// Where something cannot be given again; nothing is left behind.
     async fn inherit(&self, id: &SandboxId, external: &[External]) -> Result<Vec<InheritedFd>>;
+
+    /// Gives a fork what must be its own before any of its tasks runs: machine id, host keys, seeds of random numbers,
+    /// tokens. Its files are in place, it has no task, and its version 1 is `from`'s `version`. The same call may come
+    /// again after an error or a crash, also with the files put in place anew.
+    ///
+    /// What restored processes hold in memory is not changed by this: a process that drew a seed before the fork goes
+    /// on with it in both.
+    ///
+    /// # Errors
+    /// Fail the fork. The sandbox is stopped then.
+    async fn prepare_fork(&self, _fork: &Sandbox, _from: &SandboxId, _version: VersionId) -> Result<()> {
+        Ok(())
+    }
 
     /// Takes over a process tree that a backend restored below `init`. The host reaps it when it ends.
     ///

@@ -110,6 +110,10 @@ name! {
     /// Names one operation, such as a restore, so that a second attempt after a crash is known to be the same.
     OperationId, "operation id"
 }
+name! {
+    /// A name that a person or program gives to one version of a sandbox, such as `before-migration`.
+    Label, "label"
+}
 
 macro_rules! number {
     ($(#[$doc:meta])* $name:ident, $prefix:literal) => {

@@ -45,7 +45,7 @@ pub use delta::{Change, Delta, Effects, Evidence, Rebase, StateDelta, Token, Unk
 pub use error::{Advice, Error, ErrorKind, Result};
 pub use gate::{Exposure, Gate, GateExposure, GateHold, GateOpener, Verdict};
 pub use host::{Condition, SandboxHost};
-pub use id::{ArtifactId, OperationId, SandboxId, TurnNumber, VersionId};
+pub use id::{ArtifactId, Label, OperationId, SandboxId, TurnNumber, VersionId};
 pub use manifest::{Half, HostFacts, MANIFEST_FORMAT, Manifest, Origin, Timings};
 pub use sandbox::{External, InheritedFd, Sandbox};
 pub use turn::Turn;

@@ -65,7 +65,9 @@ pub struct RestoreReport {
     pub conversation: Option<Digest>,
     /// What became of the processes.
     pub process: ProcessOutcome,
-    /// The version under which the replaced files are kept, where there were any and the backend keeps them.
+    /// The version under which the replaced files are kept, where there were any and the backend keeps them. Where a
+    /// restore took more than one attempt these are the files that the first attempt replaced: what a later one finds
+    /// was put there by the restore itself, and is not kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaced: Option<VersionId>,
     /// The turns whose work is not in this state any more.

@@ -29,6 +29,19 @@ pub(super) fn needed<'a>(manifests: impl Iterator<Item = &'a Manifest>) -> BTree
     needed
 }
 
+/// Everything that a new artifact depends on: what its backend names, and what those depend on. Those are in manifests
+/// that still stand, and were completed in the same way.
+pub(super) fn dependencies(index: &Index, artifact: &Artifact) -> Vec<ArtifactId> {
+    let mut all: BTreeSet<ArtifactId> = artifact.depends_on.iter().cloned().collect();
+    let own = index.sandboxes.get(&artifact.sandbox).into_iter().flat_map(|sandbox| sandbox.versions.values());
+    let named = own.flat_map(|manifest| manifest.artifacts()).filter(|known| {
+        known.domain == artifact.domain && known.sandbox == artifact.sandbox && artifact.depends_on.contains(&known.id)
+    });
+    all.extend(named.flat_map(|known| known.depends_on.iter().cloned()));
+    all.remove(&artifact.id);
+    all.into_iter().collect()
+}
+
 pub(super) fn all_manifests(index: &Index) -> impl Iterator<Item = &Manifest> {
     index.sandboxes.values().flat_map(|sandbox| sandbox.versions.values()).map(Arc::as_ref)
 }
@@ -81,11 +94,13 @@ impl Inner {
     /// Removes, of `before`, what nothing needs any more. An error names the first that stays; it goes when the store
     /// is opened anew.
     pub(super) async fn collect(&self, before: BTreeMap<Key, Artifact>) -> Result<usize> {
-        let gone: Vec<Artifact> = self.store.with(|index| {
+        let mut gone: Vec<Artifact> = self.store.with(|index| {
             let after = needed(all_manifests(index));
             let free = |key: &Key| !after.contains_key(key) && !is_protected(index, key);
             before.into_iter().filter(|(key, _)| free(key)).map(|(_, artifact)| artifact).collect()
         });
+        // Newest first: an artifact goes before what it depends on.
+        gone.sort_by_key(|artifact| std::cmp::Reverse(names::version_of(&artifact.id)));
         let mut removed = 0;
         let mut failed = None;
         for artifact in gone {

@@ -19,7 +19,7 @@ use super::attached::Attached;
 use super::calls::{blocking, call, panicked};
 use super::events::EventKind;
 use super::freeze::Frozen;
-use super::{Inner, describe_delta, meters, names};
+use super::{Inner, artifacts, describe_delta, meters, names};
 use crate::policy::Plan;
 use crate::scheduler::{JobId, Lane};
 
@@ -212,7 +212,7 @@ impl Work {
         } else {
             ProcessCut::Missing("this engine has no process backend".to_owned())
         };
-        let parent = standing.and_then(|manifest| manifest.filesystem.artifact()).cloned();
+        let parent = self.parent(standing, &inner.filesystem);
         let files = self.capture_files(&sandbox, artifact, parent, false).await?;
         let after = inner.take(&self.id).await;
         if inner.process.is_some() && attached.plan(inner, &after).process {
@@ -290,7 +290,7 @@ impl Work {
         if plan.is_skip() {
             return Ok(None);
         }
-        let files_parent = standing.and_then(|manifest| manifest.filesystem.artifact()).cloned();
+        let files_parent = self.parent(standing, &inner.filesystem);
         let cut = |plan, filesystem, process, dumped| {
             Some(Cut {
                 delta: delta.clone(),
@@ -317,7 +317,7 @@ impl Work {
                 return Ok(cut(plan, files, half, None));
             }
         };
-        let process_parent = standing.and_then(|manifest| manifest.process.artifact()).cloned();
+        let process_parent = self.parent(standing, &backend);
         let slot = Slot::default();
         let paired = plan.filesystem.then(|| PairedFiles {
             backend: inner.filesystem.clone(),
@@ -356,6 +356,13 @@ impl Work {
             _ => None,
         };
         Ok(cut(plan, files, process, dumped))
+    }
+
+    /// What a capture may store its differences from: the last artifact of the same sandbox and backend. A fork's first
+    /// capture of its own has none, so that no artifact ever depends on one of another sandbox.
+    fn parent(&self, standing: Option<&Manifest>, backend: &Arc<dyn CheckpointBackend>) -> Option<Artifact> {
+        let artifact = standing?.half(backend.domain()).artifact()?;
+        (artifact.sandbox == self.id && artifact.backend == backend.name()).then(|| artifact.clone())
     }
 
     async fn capture_files(
@@ -425,9 +432,10 @@ impl Work {
         let persist = inner.options.deadlines.persist;
         let files = async {
             match filesystem {
-                Some(captured) => call("persist the files", persist, captured.persist())
-                    .await
-                    .map(|stored| Some(Half::Stored(stored))),
+                Some(captured) => {
+                    let stored = call("persist the files", persist, captured.persist()).await?;
+                    self.accept(&inner.filesystem, version, stored).map(Some)
+                }
                 None => Ok(None),
             }
         };
@@ -437,7 +445,9 @@ impl Work {
                 ProcessCut::Empty => Some(Half::Empty),
                 ProcessCut::Missing(reason) => Some(Half::Missing(reason)),
                 ProcessCut::Captured(captured) => {
-                    Some(Half::Stored(call("persist the processes", persist, captured.persist()).await?))
+                    let stored = call("persist the processes", persist, captured.persist()).await?;
+                    let backend = inner.process.as_ref().unwrap_or(&inner.filesystem);
+                    Some(self.accept(backend, version, stored)?)
                 }
             })
         };
@@ -509,6 +519,20 @@ impl Work {
         let sizes = new.iter().flatten().filter_map(|half| half.artifact()?.bytes);
         let bytes = sizes.fold(None, |sum: Option<u64>, bytes| Some(sum.unwrap_or(0).saturating_add(bytes)));
         Ok(Made { manifest, plan, delta: describe_delta(&delta), bytes })
+    }
+
+    /// Checks that a backend stored what it was asked for, and names everything that the artifact depends on.
+    fn accept(&self, backend: &Arc<dyn CheckpointBackend>, version: VersionId, mut stored: Artifact) -> Result<Half> {
+        let asked = (&self.id, backend.domain(), backend.name(), Some(version));
+        if (&stored.sandbox, stored.domain, stored.backend.as_str(), names::version_of(&stored.id)) != asked {
+            // Whatever it names is not touched: it may be somebody else's.
+            return Err(Error::new(
+                ErrorKind::Internal,
+                format!("the backend {:?} says that it stored {stored:?} as {version} of {}", backend.name(), self.id),
+            ));
+        }
+        stored.depends_on = self.inner.store.with(|index| artifacts::dependencies(index, &stored));
+        Ok(Half::Stored(stored))
     }
 
     async fn commit(&self, manifest: Arc<Manifest>) -> std::result::Result<(), (Error, bool)> {

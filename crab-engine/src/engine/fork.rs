@@ -25,9 +25,9 @@ impl Engine {
     /// Makes another sandbox, `into`, from a version of `from`, and attaches it. `from` is not touched and may run.
     ///
     /// The host knows `into` already: described, stopped, with a root, a cgroup and namespaces of its own. Before its
-    /// tasks resume the host is called with [`inherit`](crab_core::SandboxHost::inherit) (or `relaunch`), where it
-    /// gives the fork an identity and randomness of its own. The fork's version 1 shares the artifacts, which stay
-    /// until neither needs them.
+    /// tasks resume the host is called with [`prepare_fork`](crab_core::SandboxHost::prepare_fork), where it gives the
+    /// fork an identity and randomness of its own. The fork's version 1 shares the artifacts, which stay until neither
+    /// needs them.
     ///
     /// Dropping the future does not stop the fork.
     ///
@@ -155,6 +155,8 @@ impl Inner {
         };
         self.restore_half(&first.filesystem, target, None).await?;
         self.step("fork.files")?;
+        self.prepare_fork(into, from, version).await?;
+        self.step("fork.prepared")?;
         let process = self.bring_back(into, &first, &operation.id).await?;
         self.step("fork.started")?;
         let report = RestoreReport {
@@ -173,6 +175,19 @@ impl Inner {
         self.finish_operation(operation, Outcome::Done(report.clone())).await?;
         self.install(into, true);
         Ok(report)
+    }
+
+    /// The host's own work on a fork that has files and no tasks.
+    async fn prepare_fork(&self, into: &SandboxId, from: &SandboxId, version: VersionId) -> Result<()> {
+        let sandbox = self.describe(into).await?;
+        let (host, from) = (self.host.clone(), from.clone());
+        let prepared = call("prepare the fork", self.options.deadlines.host, async move {
+            host.prepare_fork(&sandbox, &from, version).await
+        });
+        prepared.await.map_err(|error| match error.sandbox_condition() {
+            Some(_) => error,
+            None => error.condition(Condition::Stopped),
+        })
     }
 
     /// Makes the fork's first version, which shares the artifacts: from then on they are needed twice.

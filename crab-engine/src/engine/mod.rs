@@ -24,9 +24,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crab_core::{
-    Advice, Boundary, Change, CheckpointBackend, Condition, Delta, Effects, Error, ErrorKind, Manifest, OperationId,
-    Rebase, Result, Sandbox, SandboxHost, SandboxId, StateDelta, Token, Turn, TurnBoundary, Unknown, Verdict,
-    VersionId,
+    Boundary, Change, CheckpointBackend, Condition, Delta, Effects, Error, ErrorKind, Manifest, OperationId, Rebase,
+    Result, Sandbox, SandboxHost, SandboxId, StateDelta, Token, Turn, TurnBoundary, Unknown, Verdict, VersionId,
 };
 use futures_util::FutureExt;
 use parking_lot::Mutex;
@@ -271,12 +270,16 @@ impl Engine {
         inner.submit(request, plan, true, None).map_err(|refused| refused.1)?;
         match answer.await {
             Ok(Ok(manifest)) => Ok(Manifest::clone(&manifest)),
-            Ok(Err(error)) => Err(shared(&error)),
+            Ok(Err(error)) => Err(Error::clone(&error)),
             Err(_) => Err(Error::new(ErrorKind::Cancelled, "the engine was closed")),
         }
     }
 
     /// Removes a version and the artifacts that nothing else needs. Works on a full disk too.
+    ///
+    /// When this returns the removal is durable: the version does not come back after a crash, and its number is never
+    /// given away again. Where the future is dropped or the process dies meanwhile, the version is either there whole
+    /// or gone; artifacts that are left over go when the store is opened anew.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`]; [`ErrorKind::Busy`] for the standing version; errors of the store. Where an artifact
@@ -334,34 +337,6 @@ async fn detached<T: Send + 'static>(what: &str, work: impl Future<Output = Resu
         Ok(result) => result,
         Err(failed) if failed.is_panic() => Err(panicked(what, &*failed.into_panic())),
         Err(_) => Err(Error::new(ErrorKind::Cancelled, format!("{what}: the runtime shuts down"))),
-    }
-}
-
-/// An error that several wait for, for one of them.
-fn shared(error: &Arc<Error>) -> Error {
-    let mut text = error.to_string();
-    // Both are said again below.
-    let mut strip = |suffix: String| {
-        if let Some(rest) = text.strip_suffix(&suffix) {
-            text.truncate(rest.len());
-        }
-    };
-    if let Some(condition) = error.sandbox_condition() {
-        strip(format!(" (the sandbox is {condition})"));
-    }
-    if let Some(fix) = error.remedy() {
-        strip(format!("; {fix}"));
-    }
-    let copy = Error::new(error.kind(), text);
-    let copy = match (error.advice(), error.remedy()) {
-        (_, Some(fix)) => copy.fix(fix),
-        (Advice::Retry, _) => copy.retry(),
-        (Advice::GiveUp, _) => copy.give_up(),
-        (Advice::Fix, None) => copy,
-    };
-    match error.sandbox_condition() {
-        Some(condition) => copy.condition(condition),
-        None => copy,
     }
 }
 

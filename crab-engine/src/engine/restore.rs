@@ -53,7 +53,9 @@ impl Engine {
     /// # Errors
     /// [`ErrorKind::NotFound`], [`ErrorKind::Corrupt`], [`ErrorKind::Unsupported`] where the version does not exist, is
     /// damaged or needs another host: nothing was touched. [`ErrorKind::TimedOut`] by the deadline. Otherwise the error
-    /// tells the sandbox's condition; the same operation may be asked for again.
+    /// tells the sandbox's condition; the same operation may be asked for again. It then puts the version's files in
+    /// place afresh, ends what the first attempt may have started, and reports as
+    /// [`replaced`](RestoreReport::replaced) what the first attempt replaced.
     pub async fn restore(&self, id: &SandboxId, select: Select, options: RestoreOptions) -> Result<RestoreReport> {
         let (inner, id) = (self.0.clone(), id.clone());
         detached("restore", async move { inner.restore(&id, select, options).await }).await
