@@ -195,10 +195,13 @@ int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_stru
 
 		lower(&slot->oldest_runner, started);
 		if (started < slot->begin) {
-			/* Nothing is known of when it began: it is over any bound. */
-			u64 ran = cpu->sandbox == sandbox && cpu->started == started ? now - cpu->since : (u64)1 << 40;
-
-			__sync_fetch_and_add(&slot->cpu, ran);
+			/*
+			 * Some kernels report no switch away from certain threads. Where that is how this task came on the
+			 * CPU, the last switch that was seen was to another one, and this one came later: the time since
+			 * then is at least what it used. Before the first switch `since` is 0, which is over any bound.
+			 */
+			if (now > cpu->since)
+				__sync_fetch_and_add(&slot->cpu, now - cpu->since);
 		}
 	}
 	sandbox = next->pid ? task_sandbox(next) : 0;
