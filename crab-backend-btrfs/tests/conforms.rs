@@ -36,6 +36,9 @@ impl BackendFixture for Fixture {
     async fn fork_target(&self, _from: &SandboxId) -> Option<SandboxId> {
         Some(self.host.add(false))
     }
+    async fn rootless_target(&self, _from: &SandboxId) -> Option<SandboxId> {
+        Some(self.host.add(false))
+    }
 }
 
 #[tokio::test]

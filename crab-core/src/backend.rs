@@ -6,9 +6,10 @@ use std::time::Instant;
 use async_trait::async_trait;
 
 use crate::artifact::{Artifact, Domain};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ArtifactId, OperationId, SandboxId};
 use crate::sandbox::{InheritedFd, Sandbox};
+use crate::transfer::{ByteStream, ExportRequest, FileChanges, ImportRequest, ResumeToken, Space};
 
 /// What a backend can do beyond the contract.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -20,6 +21,14 @@ pub struct Capabilities {
     pub forks: bool,
     /// A capture given a parent stores only what differs from it.
     pub incremental: bool,
+    /// [`CheckpointBackend::diff`] works.
+    pub diffs: bool,
+    /// [`CheckpointBackend::space`] works.
+    pub accounts: bool,
+    /// [`CheckpointBackend::export`] and [`CheckpointBackend::import`] work.
+    pub exports: bool,
+    /// An import that was cut short can be continued: [`CheckpointBackend::resume_token`].
+    pub resumes: bool,
 }
 
 impl Capabilities {
@@ -39,6 +48,30 @@ impl Capabilities {
     #[must_use]
     pub fn with_incremental(mut self) -> Self {
         self.incremental = true;
+        self
+    }
+    /// The same with [`diffs`](Self::diffs).
+    #[must_use]
+    pub fn with_diffs(mut self) -> Self {
+        self.diffs = true;
+        self
+    }
+    /// The same with [`accounts`](Self::accounts).
+    #[must_use]
+    pub fn with_accounts(mut self) -> Self {
+        self.accounts = true;
+        self
+    }
+    /// The same with [`exports`](Self::exports).
+    #[must_use]
+    pub fn with_exports(mut self) -> Self {
+        self.exports = true;
+        self
+    }
+    /// The same with [`resumes`](Self::resumes).
+    #[must_use]
+    pub fn with_resumes(mut self) -> Self {
+        self.resumes = true;
         self
     }
 }
@@ -152,6 +185,66 @@ pub trait CheckpointBackend: Send + Sync {
     fn tree(&self, _artifact: &Artifact) -> Option<PathBuf> {
         None
     }
+
+    /// What differs between two artifacts, of one sandbox or of two: exactly the paths whose entries differ, whatever
+    /// happened to them in between. Costs what was changed, where the filesystem can tell, and not what there is.
+    ///
+    /// Both artifacts must stay until the changes are read or dropped.
+    ///
+    /// # Errors
+    /// As for [`verify`](Self::verify); [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) without
+    /// [`Capabilities::diffs`].
+    async fn diff(&self, _from: &Artifact, _to: &Artifact) -> Result<Box<dyn FileChanges>> {
+        Err(unsupported(self.name(), "compare artifacts"))
+    }
+
+    /// What an artifact takes of the disk at this moment. The exclusive part changes as others come and go. May cost a
+    /// walk over the artifact's files.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) where it is gone;
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) without [`Capabilities::accounts`].
+    async fn space(&self, _artifact: &Artifact) -> Result<Space> {
+        Err(unsupported(self.name(), "tell the space that an artifact takes"))
+    }
+
+    /// Gives an artifact as a checksummed stream of bytes, all of it or what differs from a base.
+    ///
+    /// The artifact, and the base, must stay until the stream is read or dropped.
+    ///
+    /// # Errors
+    /// As for [`verify`](Self::verify); [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) without
+    /// [`Capabilities::exports`].
+    async fn export(&self, _request: ExportRequest<'_>) -> Result<Box<dyn ByteStream>> {
+        Err(unsupported(self.name(), "export artifacts"))
+    }
+
+    /// Makes an artifact of what [`export`](Self::export) gave, here or on another host. It is durable when this
+    /// returns, and is listed only then. Dropping the future gives the import up.
+    ///
+    /// # Errors
+    /// Nothing is left that [`list`](Self::list) names; with [`Capabilities::resumes`] what came through stays until it
+    /// is continued or [removed](Self::remove) by its name, else nothing is left at all.
+    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind::AlreadyExists) where the name is taken,
+    /// [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt) where the stream is damaged or ends early,
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where the base is missing or another one,
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) without [`Capabilities::exports`].
+    async fn import(&self, _request: ImportRequest<'_>) -> Result<Artifact> {
+        Err(unsupported(self.name(), "import artifacts"))
+    }
+
+    /// From where an import of this name that was cut short can be continued; `None` where there is nothing to
+    /// continue.
+    ///
+    /// # Errors
+    /// Where that cannot be told.
+    async fn resume_token(&self, _sandbox: &SandboxId, _artifact: &ArtifactId) -> Result<Option<ResumeToken>> {
+        Ok(None)
+    }
+}
+
+fn unsupported(backend: &str, what: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("the backend \"{backend}\" cannot {what}")).give_up()
 }
 
 /// A cut that is not durable yet. Dropping it is a [`discard`](Self::discard) that happens at leisure, at the latest

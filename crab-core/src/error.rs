@@ -27,8 +27,10 @@ pub enum ErrorKind {
     NotCheckpointable,
     /// Stored data is not what was stored: a torn file, a wrong checksum, a missing part.
     Corrupt,
-    /// A disk, a quota or a queue is full.
+    /// A disk, a pool or a queue is full.
     Full,
+    /// A quota is used up, while the disk may have room.
+    OverQuota,
     /// A deadline passed.
     TimedOut,
     /// The call was cancelled before it had an effect.
@@ -39,6 +41,14 @@ pub enum ErrorKind {
     Io,
     /// A part of Crab or of a backend broke a rule of its contract.
     Internal,
+}
+
+impl ErrorKind {
+    /// Whether there was no room: on the disk, or within a quota. Renaming and removing may still work.
+    #[must_use]
+    pub fn is_full(self) -> bool {
+        matches!(self, Self::Full | Self::OverQuota)
+    }
 }
 
 /// What the caller can do about an error.
@@ -85,14 +95,15 @@ impl Error {
         Self(Box::new(Inner { kind, message: message.into(), advice: None, fix: None, condition: None, source: None }))
     }
 
-    /// An error of the operating system while doing `what`, for example `"open /x/y"`. A full disk or quota becomes
-    /// [`ErrorKind::Full`], a missing file [`ErrorKind::NotFound`], and so on.
+    /// An error of the operating system while doing `what`, for example `"open /x/y"`. A full disk becomes
+    /// [`ErrorKind::Full`], a used-up quota [`ErrorKind::OverQuota`], a missing file [`ErrorKind::NotFound`], and so on.
     pub fn io(what: impl fmt::Display, source: std::io::Error) -> Self {
         use std::io::ErrorKind as Io;
         let kind = match source.kind() {
             Io::NotFound => ErrorKind::NotFound,
             Io::AlreadyExists => ErrorKind::AlreadyExists,
-            Io::StorageFull | Io::QuotaExceeded => ErrorKind::Full,
+            Io::StorageFull => ErrorKind::Full,
+            Io::QuotaExceeded => ErrorKind::OverQuota,
             Io::ResourceBusy => ErrorKind::Busy,
             Io::TimedOut => ErrorKind::TimedOut,
             Io::Unsupported => ErrorKind::Unsupported,
@@ -100,7 +111,8 @@ impl Error {
         };
         let error = Self::new(kind, format!("cannot {what}")).caused_by(source);
         match kind {
-            ErrorKind::Full => error.fix("free space or raise the quota; versions that exist are kept"),
+            ErrorKind::Full => error.fix("free space; versions that exist are kept"),
+            ErrorKind::OverQuota => error.fix("raise the quota or remove versions; those that exist are kept"),
             _ => error,
         }
     }
@@ -169,6 +181,7 @@ impl Error {
             | ErrorKind::AlreadyExists
             | ErrorKind::Unsupported
             | ErrorKind::Full
+            | ErrorKind::OverQuota
             | ErrorKind::Poisoned => Advice::Fix,
             ErrorKind::NotFound | ErrorKind::NotCheckpointable | ErrorKind::Corrupt | ErrorKind::Internal => {
                 Advice::GiveUp
@@ -244,6 +257,13 @@ mod tests {
         assert_eq!(copy.message(), "capture: cannot write x");
         assert_eq!(copy.sandbox_condition(), Some(Condition::Frozen));
         assert!(copy.source().unwrap().downcast_ref::<std::io::Error>().is_some());
+    }
+
+    #[test]
+    fn a_quota_is_told_from_a_full_disk() {
+        let error = Error::io("write the manifest", std::io::Error::from_raw_os_error(122));
+        assert_eq!((error.kind(), error.advice()), (ErrorKind::OverQuota, Advice::Fix));
+        assert!(error.kind().is_full() && error.to_string().contains("raise the quota"), "{error}");
     }
 
     #[test]

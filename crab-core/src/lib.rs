@@ -31,6 +31,7 @@ mod host;
 mod id;
 mod manifest;
 mod sandbox;
+mod transfer;
 mod turn;
 
 #[cfg(feature = "conformance")]
@@ -48,4 +49,7 @@ pub use host::{Condition, SandboxHost};
 pub use id::{ArtifactId, Label, OperationId, SandboxId, TurnNumber, VersionId};
 pub use manifest::{Half, HostFacts, MANIFEST_FORMAT, Manifest, Origin, Timings};
 pub use sandbox::{External, InheritedFd, Sandbox};
+pub use transfer::{
+    ByteStream, ExportRequest, FileChange, FileChangeKind, FileChanges, ImportRequest, ResumeToken, Space,
+};
 pub use turn::Turn;

@@ -73,6 +73,9 @@ impl BackendFixture for Fixture {
         self.world.create_stopped(&id);
         Some(id)
     }
+    async fn rootless_target(&self, from: &SandboxId) -> Option<SandboxId> {
+        self.fork_target(from).await
+    }
 }
 
 #[async_trait]

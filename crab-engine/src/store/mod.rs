@@ -343,7 +343,7 @@ impl Store {
         match recorded {
             Ok(()) => self.writer.remove(&dir, &file_name(version))?,
             // A rename needs no room where a new file does.
-            Err(error) if error.kind() == ErrorKind::Full => {
+            Err(error) if error.kind().is_full() => {
                 self.writer.rename(&dir, &file_name(version), &tombstone_name(version))?;
                 self.burn(id, version);
                 if let Some(sandbox) = self.index.lock().sandboxes.get_mut(id) {

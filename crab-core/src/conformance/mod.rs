@@ -2,7 +2,7 @@
 //!
 //! A test gives a fixture (how to make a sandbox, how to change it, how to read it) and calls [`backend`], [`delta`] or
 //! [`host`], which run every rule on a sandbox of its own, or single rules by name. A broken rule panics with what was
-//! expected. The suites use no runtime and no clock.
+//! expected. The suites use no runtime and wait for no time to pass.
 //!
 //! ```text
 //! #[tokio::test]
@@ -12,8 +12,17 @@
 //! ```
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "these are tests")]
 
+mod transfer;
+pub mod trees;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+pub use transfer::{
+    a_bad_import_leaves_nothing, a_diff_names_exactly_what_differs, a_fork_makes_a_root_where_there_is_none,
+    an_export_can_be_imported_elsewhere, space_is_accounted,
+};
 
 use async_trait::async_trait;
 
@@ -47,6 +56,11 @@ pub trait BackendFixture: Send + Sync {
     async fn fork_target(&self, _from: &SandboxId) -> Option<SandboxId> {
         None
     }
+
+    /// The same, but its root does not exist, for a filesystem backend. `None` skips that rule.
+    async fn rootless_target(&self, _from: &SandboxId) -> Option<SandboxId> {
+        None
+    }
 }
 
 static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -65,8 +79,18 @@ async fn try_capture(
     artifact: ArtifactId,
     at_cut: &mut dyn AtCut,
 ) -> Result<Box<dyn Captured>> {
+    try_capture_until(f, id, artifact, at_cut, None).await
+}
+
+async fn try_capture_until(
+    f: &dyn BackendFixture,
+    id: &SandboxId,
+    artifact: ArtifactId,
+    at_cut: &mut dyn AtCut,
+    deadline: Option<Instant>,
+) -> Result<Box<dyn Captured>> {
     let sandbox = f.host().describe(id).await.expect("the host describes its own sandbox");
-    let request = CaptureRequest { sandbox: &sandbox, artifact, parent: None, frozen: false, deadline: None, at_cut };
+    let request = CaptureRequest { sandbox: &sandbox, artifact, parent: None, frozen: false, deadline, at_cut };
     f.backend().capture(request).await
 }
 
@@ -82,10 +106,21 @@ async fn try_restore(
     operation: &OperationId,
     keep_replaced: Option<ArtifactId>,
 ) -> Result<Restored> {
+    try_restore_until(f, id, artifact, operation, keep_replaced, None).await
+}
+
+async fn try_restore_until(
+    f: &dyn BackendFixture,
+    id: &SandboxId,
+    artifact: &Artifact,
+    operation: &OperationId,
+    keep_replaced: Option<ArtifactId>,
+    deadline: Option<Instant>,
+) -> Result<Restored> {
     let host = f.host();
     let sandbox = host.describe(id).await.expect("the host describes its own sandbox");
     let inherited = host.inherit(id, &artifact.external).await.expect("the host gives what is external");
-    let target = RestoreTarget { sandbox, operation: operation.clone(), keep_replaced, inherited, deadline: None };
+    let target = RestoreTarget { sandbox, operation: operation.clone(), keep_replaced, inherited, deadline };
     let restored = f.backend().restore(artifact, target).await?;
     if let Some(init) = restored.init {
         host.adopt(id, init).await.expect("the host adopts what was restored");
@@ -148,8 +183,16 @@ suite! {
     a_restore_into_a_live_sandbox_is_refused,
     the_same_restore_can_be_tried_again,
     replaced_state_is_kept_where_offered,
+    a_second_attempt_keeps_what_the_first_one_replaced,
+    replaced_state_never_takes_the_place_of_an_artifact,
+    a_passed_deadline_changes_nothing,
     a_fork_leaves_the_original_alone,
+    a_fork_makes_a_root_where_there_is_none,
     recover_disturbs_nothing,
+    a_diff_names_exactly_what_differs,
+    space_is_accounted,
+    an_export_can_be_imported_elsewhere,
+    a_bad_import_leaves_nothing,
 }
 
 /// Capture, change, kill, restore: the old state is back.
@@ -350,7 +393,11 @@ pub async fn a_restore_into_a_live_sandbox_is_refused(f: &dyn BackendFixture) {
     if f.host().condition(&id).await.unwrap() == Condition::Stopped {
         return;
     }
-    let error = try_restore(f, &id, &artifact, &operation(), None).await.unwrap_err();
+    // The host gives nothing to a sandbox that lives, so the refusal cannot depend on what it gives.
+    let sandbox = f.host().describe(&id).await.expect("describe");
+    let target =
+        RestoreTarget { sandbox, operation: operation(), keep_replaced: None, inherited: Vec::new(), deadline: None };
+    let error = f.backend().restore(&artifact, target).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     assert_eq!(f.get(&id).await, Some(2), "the live sandbox is not touched");
 }
@@ -390,6 +437,87 @@ pub async fn replaced_state_is_kept_where_offered(f: &dyn BackendFixture) {
     f.backend().verify(&replaced).await.expect("whole");
     kill_and_restore(f, &id, &replaced).await;
     assert_eq!(f.get(&id).await, Some(2));
+}
+
+/// What stands in the sandbox at a second attempt is what the first one restored: the kept state is the first one's.
+pub async fn a_second_attempt_keeps_what_the_first_one_replaced(f: &dyn BackendFixture) {
+    if !f.backend().capabilities().keeps_replaced {
+        return;
+    }
+    let id = f.sandbox().await;
+    f.set(&id, 1).await;
+    let artifact = checkpoint(f, &id).await;
+    f.set(&id, 2).await;
+    f.host().kill(&id).await.expect("kill");
+    let (operation, keep) = (operation(), artifact_name());
+    for attempt in 1..=3 {
+        let restored = try_restore(f, &id, &artifact, &operation, Some(keep.clone())).await.expect("restore");
+        let replaced = restored.replaced.expect("the replaced state");
+        assert_eq!(replaced.id, keep, "attempt {attempt}");
+        f.backend().verify(&replaced).await.expect("whole");
+        if attempt == 2 {
+            f.backend().recover().await.expect("recover");
+        }
+    }
+    start_if_files(f, &id).await;
+    assert_eq!(f.get(&id).await, Some(1));
+    let kept = f.backend().list(&id).await.expect("list").into_iter().find(|a| a.id == keep).expect("it is listed");
+    kill_and_restore(f, &id, &kept).await;
+    assert_eq!(f.get(&id).await, Some(2));
+}
+
+/// A name that is taken is refused for the replaced state before anything is changed.
+pub async fn replaced_state_never_takes_the_place_of_an_artifact(f: &dyn BackendFixture) {
+    if !f.backend().capabilities().keeps_replaced {
+        return;
+    }
+    let id = f.sandbox().await;
+    f.set(&id, 1).await;
+    let artifact = checkpoint(f, &id).await;
+    f.set(&id, 2).await;
+    f.host().kill(&id).await.expect("kill");
+    let error = try_restore(f, &id, &artifact, &operation(), Some(artifact.id.clone())).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AlreadyExists, "{error}");
+    start_if_files(f, &id).await;
+    assert_eq!(f.get(&id).await, Some(2));
+    kill_and_restore(f, &id, &artifact).await;
+    assert_eq!(f.get(&id).await, Some(1));
+}
+
+/// A call whose deadline has passed gives up before it changes anything.
+pub async fn a_passed_deadline_changes_nothing(f: &dyn BackendFixture) {
+    let id = f.sandbox().await;
+    f.set(&id, 1).await;
+    let artifact = checkpoint(f, &id).await;
+    f.set(&id, 2).await;
+    let before = f.host().condition(&id).await.unwrap();
+    let name = artifact_name();
+    let result = try_capture_until(f, &id, name.clone(), &mut NoCut, Some(Instant::now())).await;
+    assert_eq!(result.err().expect("it is too late").kind(), ErrorKind::TimedOut);
+    assert_eq!(f.host().condition(&id).await.unwrap(), before, "after the capture");
+    assert_eq!(f.get(&id).await, Some(2));
+    assert_eq!(listed(f, &id).await, std::slice::from_ref(&artifact.id));
+    let again = try_capture(f, &id, name, &mut NoCut).await.expect("the name is free");
+    let latest = again.persist().await.expect("persist");
+
+    f.host().kill(&id).await.expect("kill");
+    let (operation, keep) = (operation(), artifact_name());
+    let keep = f.backend().capabilities().keeps_replaced.then_some(keep);
+    let late = Some(Instant::now());
+    let error = try_restore_until(f, &id, &artifact, &operation, keep.clone(), late).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+    assert_eq!(f.host().condition(&id).await.unwrap(), Condition::Stopped);
+    let mut expected = [artifact.id.clone(), latest.id.clone()];
+    expected.sort();
+    assert_eq!(listed(f, &id).await, expected, "no replaced state is kept");
+    if f.backend().domain() == Domain::Filesystem {
+        start_if_files(f, &id).await;
+        assert_eq!(f.get(&id).await, Some(2), "the files are what they were");
+        f.host().kill(&id).await.expect("kill");
+    }
+    try_restore(f, &id, &artifact, &operation, keep).await.expect("in time");
+    start_if_files(f, &id).await;
+    assert_eq!(f.get(&id).await, Some(1));
 }
 
 /// Restoring into another sandbox leaves the first as it is.

@@ -20,14 +20,19 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use async_trait::async_trait;
 
 use crate::{
-    Artifact, ArtifactId, Capabilities, CaptureRequest, Captured, Change, CheckpointBackend, Condition, Delta, Domain,
-    Effects, Error, ErrorKind, Evidence, External, InheritedFd, Rebase, RestoreTarget, Restored, Result, Sandbox,
-    SandboxHost, SandboxId, StateDelta, Token, Unknown,
+    Artifact, ArtifactId, ByteStream, Capabilities, CaptureRequest, Captured, Change, CheckpointBackend, Condition,
+    Delta, Domain, Effects, Error, ErrorKind, Evidence, ExportRequest, External, FileChanges, ImportRequest,
+    InheritedFd, OperationId, Rebase, RestoreTarget, Restored, Result, Sandbox, SandboxHost, SandboxId, Space,
+    StateDelta, Token, Unknown,
 };
+
+mod transfer;
+use transfer::Ready;
 
 /// A step at which a fault can be ordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -114,6 +119,8 @@ struct Watch {
 struct State {
     boxes: BTreeMap<SandboxId, MemoryBox>,
     artifacts: BTreeMap<Key, Stored>,
+    /// Which restore made an artifact of the state that it replaced.
+    kept: HashMap<Key, OperationId>,
     damaged: Vec<Key>,
     faults: HashMap<Step, VecDeque<Fault>>,
     steps: Vec<Step>,
@@ -285,6 +292,19 @@ fn key(artifact: &Artifact) -> Key {
     (artifact.domain, artifact.sandbox.clone(), artifact.id.clone())
 }
 
+fn name_taken(id: &ArtifactId) -> Error {
+    Error::new(ErrorKind::AlreadyExists, format!("an artifact {id} exists already"))
+}
+
+fn refuse_late(deadline: Option<Instant>) -> Result<()> {
+    match deadline {
+        Some(deadline) if Instant::now() >= deadline => {
+            Err(Error::new(ErrorKind::TimedOut, "the deadline passed before the call was begun"))
+        }
+        _ => Ok(()),
+    }
+}
+
 #[async_trait]
 impl SandboxHost for MemoryWorld {
     async fn describe(&self, id: &SandboxId) -> Result<Sandbox> {
@@ -454,7 +474,7 @@ impl CheckpointBackend for MemoryBackend {
     fn capabilities(&self) -> Capabilities {
         let capabilities = Capabilities::default().with_forks();
         match self.domain {
-            Domain::Filesystem => capabilities.with_keeps_replaced(),
+            Domain::Filesystem => capabilities.with_keeps_replaced().with_diffs().with_accounts().with_exports(),
             Domain::Process => capabilities,
         }
     }
@@ -465,22 +485,14 @@ impl CheckpointBackend for MemoryBackend {
 
     async fn capture(&self, request: CaptureRequest<'_>) -> Result<Box<dyn Captured>> {
         self.world.reach(Step::Capture(self.domain)).await?;
+        refuse_late(request.deadline)?;
         let id = request.sandbox.id.clone();
-        let artifact = Artifact {
-            id: request.artifact,
-            sandbox: id.clone(),
-            domain: self.domain,
-            backend: "memory".to_owned(),
-            bytes: None,
-            depends_on: Vec::new(),
-            external: request.sandbox.external.clone(),
-            facts: BTreeMap::new(),
-        };
+        let external = request.sandbox.external.clone();
+        let artifact = Artifact { external, ..self.bare(&id, request.artifact) };
         let thaw_after = {
             let mut state = self.world.state();
             if state.artifacts.contains_key(&key(&artifact)) {
-                let message = format!("an artifact {} exists already", artifact.id);
-                return Err(Error::new(ErrorKind::AlreadyExists, message));
+                return Err(name_taken(&artifact.id));
             }
             let sandbox = state.boxes.get_mut(&id).ok_or_else(|| unknown_sandbox(&id))?;
             // As CRIU does, the process backend stops the tasks itself where the caller has not.
@@ -518,6 +530,7 @@ impl CheckpointBackend for MemoryBackend {
 
     async fn restore(&self, artifact: &Artifact, target: RestoreTarget) -> Result<Restored> {
         self.world.reach(Step::Restore(self.domain)).await?;
+        refuse_late(target.deadline)?;
         self.verify(artifact).await?;
         let mut restored = Restored::default();
         {
@@ -526,6 +539,7 @@ impl CheckpointBackend for MemoryBackend {
             let init = u32::try_from(state.next).unwrap_or(u32::MAX);
             let stored = state.artifacts.get(&key(artifact)).cloned();
             let id = &target.sandbox.id;
+            let state = &mut *state;
             let sandbox = state.boxes.get_mut(id).ok_or_else(|| unknown_sandbox(id))?;
             if sandbox.condition() != Condition::Stopped {
                 let busy = Error::new(ErrorKind::Busy, format!("{id} has tasks")).fix("kill it first");
@@ -533,12 +547,19 @@ impl CheckpointBackend for MemoryBackend {
             }
             match stored {
                 Some(Stored::Files(files)) => {
-                    let old = std::mem::replace(&mut sandbox.files, files);
-                    if let Some(name) = target.keep_replaced {
-                        let kept = Artifact { id: name, sandbox: id.clone(), ..artifact.clone() };
-                        state.artifacts.insert(key(&kept), Stored::Files(old));
-                        restored.replaced = Some(kept);
+                    let kept =
+                        target.keep_replaced.map(|name| Artifact { id: name, sandbox: id.clone(), ..artifact.clone() });
+                    // What stands there at a second attempt is what the first one put there, not what it replaced.
+                    let again = kept.as_ref().is_some_and(|kept| state.kept.get(&key(kept)) == Some(&target.operation));
+                    if let Some(kept) = kept.as_ref().filter(|_| !again) {
+                        if state.artifacts.contains_key(&key(kept)) {
+                            return Err(name_taken(&kept.id));
+                        }
+                        state.artifacts.insert(key(kept), Stored::Files(sandbox.files.clone()));
+                        state.kept.insert(key(kept), target.operation);
                     }
+                    sandbox.files = files;
+                    restored.replaced = kept;
                 }
                 Some(Stored::Processes(processes)) => {
                     sandbox.processes = processes;
@@ -558,7 +579,9 @@ impl CheckpointBackend for MemoryBackend {
 
     async fn remove(&self, artifact: &Artifact) -> Result<()> {
         self.world.reach(Step::Remove(self.domain)).await?;
-        self.world.state().artifacts.remove(&key(artifact));
+        let mut state = self.world.state();
+        state.artifacts.remove(&key(artifact));
+        state.kept.remove(&key(artifact));
         Ok(())
     }
 
@@ -568,22 +591,83 @@ impl CheckpointBackend for MemoryBackend {
             .artifacts
             .keys()
             .filter(|(domain, sandbox, _)| *domain == self.domain && sandbox == id)
-            .map(|(domain, sandbox, artifact)| Artifact {
-                id: artifact.clone(),
-                sandbox: sandbox.clone(),
-                domain: *domain,
-                backend: "memory".to_owned(),
-                bytes: None,
-                depends_on: Vec::new(),
-                external: Vec::new(),
-                facts: BTreeMap::new(),
-            })
+            .map(|(_, sandbox, artifact)| self.bare(sandbox, artifact.clone()))
             .collect())
     }
 
     fn tree(&self, artifact: &Artifact) -> Option<PathBuf> {
         (self.domain == Domain::Filesystem)
             .then(|| PathBuf::from(format!("/memory/{}/versions/{}", artifact.sandbox, artifact.id)))
+    }
+
+    async fn diff(&self, from: &Artifact, to: &Artifact) -> Result<Box<dyn FileChanges>> {
+        let (from, to) = (self.files(from).await?, self.files(to).await?);
+        Ok(Box::new(Ready(transfer::differences(&from, &to).into())))
+    }
+
+    async fn space(&self, artifact: &Artifact) -> Result<Space> {
+        // Nothing is shared here.
+        let bytes = self.files(artifact).await?.values().map(|content| content.len() as u64).sum();
+        Ok(Space { referenced: bytes, exclusive: bytes })
+    }
+
+    async fn export(&self, request: ExportRequest<'_>) -> Result<Box<dyn ByteStream>> {
+        if request.resume.is_some() {
+            return Err(Error::new(ErrorKind::Unsupported, "imports into memory are not resumed"));
+        }
+        let contents = self.files(request.artifact).await?;
+        let base = match request.base {
+            Some(base) => Some(self.files(base).await?),
+            None => None,
+        };
+        let stream = transfer::encode(&contents, base.as_ref());
+        // In several pieces, as streams come.
+        Ok(Box::new(Ready(stream.chunks(16).map(<[u8]>::to_vec).collect())))
+    }
+
+    async fn import(&self, request: ImportRequest<'_>) -> Result<Artifact> {
+        let artifact = self.bare(request.sandbox, request.artifact);
+        let base = match request.base {
+            Some(base) => Some(self.files(base).await?),
+            None => None,
+        };
+        if self.domain != Domain::Filesystem {
+            return Err(Error::new(ErrorKind::Unsupported, "only files are imported"));
+        }
+        if self.world.state().artifacts.contains_key(&key(&artifact)) {
+            return Err(name_taken(&artifact.id));
+        }
+        let mut stream = Vec::new();
+        while let Some(piece) = request.stream.next().await? {
+            stream.extend(piece);
+        }
+        let contents = transfer::decode(&stream, base.as_ref())?;
+        self.world.state().artifacts.insert(key(&artifact), Stored::Files(contents));
+        Ok(artifact)
+    }
+}
+
+impl MemoryBackend {
+    fn bare(&self, sandbox: &SandboxId, id: ArtifactId) -> Artifact {
+        Artifact {
+            id,
+            sandbox: sandbox.clone(),
+            domain: self.domain,
+            backend: "memory".to_owned(),
+            bytes: None,
+            depends_on: Vec::new(),
+            external: Vec::new(),
+            facts: BTreeMap::new(),
+        }
+    }
+
+    /// The files of an artifact.
+    async fn files(&self, artifact: &Artifact) -> Result<Contents> {
+        self.verify(artifact).await?;
+        match self.world.state().artifacts.get(&key(artifact)) {
+            Some(Stored::Files(files)) => Ok(files.clone()),
+            _ => Err(Error::new(ErrorKind::Unsupported, "only artifacts of files can be looked into")),
+        }
     }
 }
 

@@ -1,0 +1,112 @@
+//! The plain way to tell what differs between two trees: to walk both and look at everything. It is the oracle for
+//! [`CheckpointBackend::diff`](crate::CheckpointBackend::diff).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use crate::FileChangeKind;
+
+/// What differs, by path below the roots, as [`FileChange`](crate::FileChange) names it. Reads everything, and panics
+/// where something cannot be read.
+#[must_use]
+pub fn differences(from: &Path, to: &Path) -> BTreeMap<Vec<u8>, FileChangeKind> {
+    let mut found = BTreeMap::new();
+    compare(from, to, b"", &mut found);
+    found
+}
+
+fn compare(from: &Path, to: &Path, at: &[u8], found: &mut BTreeMap<Vec<u8>, FileChangeKind>) {
+    let (a, b) = (from.join(OsStr::from_bytes(at)), to.join(OsStr::from_bytes(at)));
+    let kind = match (look(&a), look(&b)) {
+        (None, None) => return,
+        (None, Some(_)) => Some(FileChangeKind::Added),
+        (Some(_), None) => Some(FileChangeKind::Removed),
+        (Some(old), Some(new)) if !same_content(&a, &old, &b, &new) => Some(FileChangeKind::Content),
+        (Some(old), Some(new)) if !same_metadata(&a, &old, &b, &new) => Some(FileChangeKind::Metadata),
+        _ => None,
+    };
+    if let Some(kind) = kind {
+        found.insert(at.to_vec(), kind);
+    }
+    let names: BTreeSet<Vec<u8>> = names(&a).into_iter().chain(names(&b)).collect();
+    for name in names {
+        let below = if at.is_empty() { name } else { [at, b"/", &name].concat() };
+        compare(from, to, &below, found);
+    }
+}
+
+fn look(path: &Path) -> Option<fs::Metadata> {
+    match fs::symlink_metadata(path) {
+        Ok(metadata) => Some(metadata),
+        // Below something that is no directory on this side.
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => None,
+        Err(error) => panic!("look at {}: {error}", path.display()),
+    }
+}
+
+fn names(path: &Path) -> Vec<Vec<u8>> {
+    if !look(path).is_some_and(|metadata| metadata.is_dir()) {
+        return Vec::new();
+    }
+    fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name().as_bytes().to_vec()).collect()
+}
+
+fn same_content(a: &Path, old: &fs::Metadata, b: &Path, new: &fs::Metadata) -> bool {
+    if old.file_type() != new.file_type() {
+        return false;
+    }
+    let kind = old.file_type();
+    if kind.is_symlink() {
+        fs::read_link(a).unwrap() == fs::read_link(b).unwrap()
+    } else if kind.is_file() {
+        old.len() == new.len() && same_bytes(a, b)
+    } else if kind.is_char_device() || kind.is_block_device() {
+        old.rdev() == new.rdev()
+    } else {
+        true
+    }
+}
+
+fn same_bytes(a: &Path, b: &Path) -> bool {
+    let (mut a, mut b) = (File::open(a).unwrap(), File::open(b).unwrap());
+    let (mut old, mut new) = (vec![0; 1 << 16], vec![0; 1 << 16]);
+    loop {
+        let count = a.read(&mut old).unwrap();
+        b.read_exact(&mut new[..count]).unwrap();
+        if old[..count] != new[..count] {
+            return false;
+        }
+        if count == 0 {
+            return true;
+        }
+    }
+}
+
+fn same_metadata(a: &Path, old: &fs::Metadata, b: &Path, new: &fs::Metadata) -> bool {
+    (old.mode(), old.uid(), old.gid()) == (new.mode(), new.uid(), new.gid())
+        && (old.is_dir() || (old.mtime(), old.mtime_nsec()) == (new.mtime(), new.mtime_nsec()))
+        && attributes(a) == attributes(b)
+}
+
+fn attributes(path: &Path) -> BTreeMap<Vec<u8>, Vec<u8>> {
+    let mut names = vec![0; 1 << 16];
+    let length = match rustix::fs::llistxattr(path, &mut names[..]) {
+        Ok(length) => length,
+        Err(rustix::io::Errno::OPNOTSUPP) => return BTreeMap::new(),
+        Err(errno) => panic!("list the attributes of {}: {errno}", path.display()),
+    };
+    let names = names[..length].split(|byte| *byte == 0).filter(|name| !name.is_empty());
+    names
+        .map(|name| {
+            let mut value = vec![0; 1 << 16];
+            let length = rustix::fs::lgetxattr(path, OsStr::from_bytes(name), &mut value[..]).unwrap();
+            value.truncate(length);
+            (name.to_vec(), value)
+        })
+        .collect()
+}
