@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crab_core::{ArtifactId, Condition, Error, ErrorKind, External, Result, Sandbox};
+use crab_core::{ArtifactId, Condition, Error, ErrorKind, External, Result, Sandbox, SandboxId};
 
 use crate::area::Scratch;
 use crate::backend::{Connections, Inner};
@@ -44,6 +44,7 @@ pub(crate) struct Job {
     pub(crate) inner: Arc<Inner>,
     pub(crate) sandbox: Sandbox,
     pub(crate) artifact: ArtifactId,
+    pub(crate) like: Option<(SandboxId, ArtifactId)>,
     pub(crate) frozen: bool,
     pub(crate) deadline: Option<Instant>,
     pub(crate) caller: Caller,
@@ -54,6 +55,7 @@ pub(crate) struct Job {
 pub(crate) struct Dumped {
     pub(crate) name: Reservation,
     pub(crate) scratch: Scratch,
+    pub(crate) like: Option<(SandboxId, ArtifactId)>,
     pub(crate) external: Vec<External>,
     pub(crate) facts: BTreeMap<String, String>,
     pub(crate) stopped: Option<Duration>,
@@ -70,7 +72,7 @@ pub(crate) fn run(job: Job, cut: Cut) -> Result<Dumped> {
 }
 
 fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
-    let Job { inner, sandbox, artifact, frozen, deadline, caller } = job;
+    let Job { inner, sandbox, artifact, like, frozen, deadline, caller } = job;
     let _turn = inner.turns.take(&sandbox.cgroup, deadline)?;
     let name = inner.store.reserve(&sandbox.id, &artifact)?;
     let tree = preflight::check(&sandbox)?;
@@ -140,7 +142,7 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
     }
     let stopped = stopped.or_else(|| stats::stopped(&std::fs::read(scratch.work().join("stats-dump")).ok()?));
     let facts = facts(&inner, tasks, tree.init);
-    Ok(Dumped { name, scratch, external: sandbox.external, facts, stopped })
+    Ok(Dumped { name, scratch, like, external: sandbox.external, facts, stopped })
 }
 
 fn facts(inner: &Inner, tasks: usize, init: u32) -> BTreeMap<String, String> {

@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use crab_core::{Error, ErrorKind, Result};
@@ -40,6 +40,11 @@ pub(crate) fn open_directory_at(parent: impl AsFd, name: impl AsRef<OsStr>) -> s
 pub(crate) fn open_file_at(directory: impl AsFd, name: &str) -> std::io::Result<std::fs::File> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
     Ok(rustix::fs::openat(directory, name, flags, Mode::empty())?.into())
+}
+
+/// Makes a new file that only we may read.
+pub(crate) fn create(path: &Path) -> std::io::Result<std::fs::File> {
+    std::fs::File::options().read(true).write(true).create_new(true).mode(0o600).open(path)
 }
 
 /// Makes the names in a directory durable.

@@ -12,6 +12,13 @@
 //! - Its root filesystem at restore is that of the [cut](crab_core::AtCut): CRIU checks the sizes of open files and the
 //!   build ids of mapped ones.
 //!
+//! # What it stores
+//! An artifact is a list of images and the packs of pages that they are made of. Zero pages cost nothing, a page that an
+//! earlier artifact of the sandbox has is a reference, the rest is compressed, and every block has a checksum that is
+//! looked at before CRIU sees any of it. An artifact's directory holds all that it needs, by hard links: artifacts may
+//! be removed in any order. A restore puts the images together in memory where they fit, and CRIU gives each page back
+//! as it goes into a task.
+//!
 //! # What it refuses
 //! Before anything is stopped, and by name: processes outside the tree, descriptors that CRIU cannot save (io_uring,
 //! userfaultfd, perf events, seccomp listeners, Landlock rulesets), pipes to the host that are not declared. What CRIU
@@ -32,14 +39,19 @@ mod area;
 mod backend;
 mod cgroup;
 mod cut;
+mod deposit;
 mod dump;
 mod failure;
 mod files;
 mod locks;
+mod pack;
+mod parallel;
 mod preflight;
 mod procfs;
 mod program;
 mod proto;
+mod rebuild;
+mod recipe;
 mod restore;
 mod sockets;
 mod stats;

@@ -50,6 +50,8 @@ pub(crate) struct Options {
     pub(crate) notify_scripts: Option<bool>,
     #[prost(string, optional, tag = "13")]
     pub(crate) root: Option<String>,
+    #[prost(bool, optional, tag = "16")]
+    pub(crate) auto_dedup: Option<bool>,
     #[prost(int32, optional, tag = "17")]
     pub(crate) work_dir_fd: Option<i32>,
     #[prost(bool, optional, tag = "26")]

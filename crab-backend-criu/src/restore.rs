@@ -93,7 +93,7 @@ pub(crate) fn run(
         return Err(Error::new(ErrorKind::Busy, format!("the sandbox {} has tasks", sandbox.id)).fix("kill it first"));
     }
     let stopped = |error: Error| error.condition(Condition::Stopped);
-    let Opened { directory, body } = inner.store.open_whole(artifact).map_err(stopped)?;
+    let Opened { body, whole } = inner.store.open_whole(artifact).map_err(stopped)?;
     suits(&body).map_err(stopped)?;
     if !sandbox.root.is_dir() {
         let what = format!("the root {} of the sandbox {} is no directory", sandbox.root.display(), sandbox.id);
@@ -102,10 +102,13 @@ pub(crate) fn run(
     let (keep, inherit_fd) = give(&body, inherited).map_err(stopped)?;
     let bind = CString::new(sandbox.root.as_os_str().as_bytes())
         .map_err(|_| stopped(Error::new(ErrorKind::InvalidInput, "the root's path holds a zero byte")))?;
-    // An area for the log only.
-    let area = inner.area_for(0);
+    let area = inner.area_for(whole.size());
     let scratch = area.directory().map_err(stopped)?;
-    let work = files::open_directory(&scratch.work()).map_err(|e| stopped(Error::io("open the work directory", e)))?;
+    whole.rebuild(&scratch.images(), &|| in_time(deadline).and_then(|()| still_wanted(caller))).map_err(stopped)?;
+    // What is known of the packs takes memory.
+    drop(whole);
+    let open = |path| files::open_directory(path).map_err(|e| stopped(Error::io("open the work directory", e)));
+    let (images, work) = (open(&scratch.images())?, open(&scratch.work())?);
     let options = Options {
         root: Some(utf8(&sandbox.root, "the root's path").map_err(stopped)?),
         rst_sibling: Some(true),
@@ -113,7 +116,9 @@ pub(crate) fn run(
         tcp_established: Some(inner.connections == Connections::Keep),
         tcp_close: Some(inner.connections == Connections::Close),
         inherit_fd,
-        ..common_options(directory.as_raw_fd(), work.as_raw_fd(), LOG)
+        // Each page leaves the image as it goes into a task, so that no second copy of the memory is there.
+        auto_dedup: Some(true),
+        ..common_options(images.as_raw_fd(), work.as_raw_fd(), LOG)
     };
     // CRIU wants the root to be a mount of its own.
     let mut binds = vec![(bind.clone(), bind)];
@@ -165,6 +170,13 @@ pub(crate) fn run(
         Ok(init) => Ok(RestoredTree { place: Some(place), init, _turn: turn }),
         Err(error) => Err(failed(&place, error)),
     }
+}
+
+fn in_time(deadline: Option<Instant>) -> Result<()> {
+    if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+        return Err(Error::new(ErrorKind::TimedOut, "the images were not put together by the deadline"));
+    }
+    Ok(())
 }
 
 /// A tree that nobody waits for is not built to its end.
