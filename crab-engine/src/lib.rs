@@ -31,13 +31,14 @@ mod report;
 mod steps;
 
 pub mod policy;
+pub mod retention;
 pub mod scheduler;
 pub mod store;
 
 pub use cgroup::CgroupV2;
 pub use engine::{
     Deadlines, Engine, EngineBuilder, Event, EventKind, Events, FailurePolicy, ForkOptions, Lagged, OpenReport,
-    RestoreOptions, SandboxSummary, Select, Unfinished,
+    PruneReport, RestoreOptions, SandboxSummary, Select, Unfinished, VersionInfo,
 };
 pub use report::{KeptEffect, LostTurns, PassedOver, ProcessOutcome, RestoreReport};
 #[cfg(feature = "failpoints")]

@@ -11,6 +11,7 @@ use std::time::Duration;
 use common::{Fixture, assert_sound, boundary, close, newest, reopen};
 use crab_core::memory::{Fault, Step};
 use crab_core::{Condition, Domain, Error, ErrorKind, OperationId, Verdict, VersionId};
+use crab_engine::retention::Retention;
 use crab_engine::{Engine, FailurePolicy, RestoreOptions, Select};
 use parking_lot::Mutex;
 
@@ -187,7 +188,7 @@ impl Plan {
     }
 }
 
-/// A scenario with turns, a restore, a fork and a removal; stops at the first failure.
+/// A scenario with turns, a restore, a fork, a pin, a removal and a prune; stops at the first failure.
 async fn scenario(f: &Fixture, engine: &Engine) -> Result<(), Error> {
     let failed = |verdict: Verdict| match verdict {
         Verdict::Durable(_) => Ok(()),
@@ -207,7 +208,10 @@ async fn scenario(f: &Fixture, engine: &Engine) -> Result<(), Error> {
     engine.fork(&f.id, VersionId(2), &fork, options).await?;
     engine.remove(&f.id, VersionId(1)).await?;
     f.world.write(&f.id, "/n", "4")?;
-    failed(f.turn(engine, 4).await)
+    failed(f.turn(engine, 4).await)?;
+    engine.pin(&f.id, VersionId(3)).await?;
+    let report = engine.prune(&Retention::keep_all().last(0)).await?;
+    report.failed.into_iter().next().map_or(Ok(()), |(_, _, error)| Err(error))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -265,7 +269,11 @@ async fn after_a_fault_at_any_step_of_the_engine_a_reopened_store_is_sound() {
             assert!(f.world.files(&f.id).contains_key("/after"), "{context}");
         }
     }
-    assert!(steps.len() >= 15, "{steps:?}");
+    for step in
+        ["checkpoint.frozen", "restore.swapped", "fork.prepared", "prune.next", "remove.unlisted", "collect.remove"]
+    {
+        assert!(steps.contains(step), "{step} is not among {steps:?}");
+    }
 }
 
 #[tokio::test]

@@ -9,6 +9,9 @@
 
 #[path = "common/dir_world.rs"]
 mod dir_world;
+#[allow(dead_code, reason = "the other tests use the rest")]
+#[path = "common/invariants.rs"]
+mod invariants;
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -19,11 +22,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crab_core::{
-    Boundary, Condition, Domain, Gate, Half, OperationId, Origin, SandboxId, Turn, TurnNumber, Verdict, VersionId,
+    Boundary, CheckpointBackend, Condition, Domain, Gate, Half, OperationId, SandboxId, Turn, TurnNumber, Verdict,
+    VersionId,
 };
+use crab_engine::retention::Retention;
 use crab_engine::{Engine, ForkOptions, RestoreOptions, Select};
 use dir_world::{Contents, DirWorld};
 use serde::{Deserialize, Serialize};
+
+impl invariants::Observed for DirWorld {
+    fn condition_of(&self, id: &SandboxId) -> Condition {
+        self.condition_of(id)
+    }
+    fn artifacts(&self) -> Vec<invariants::Key> {
+        self.artifacts()
+    }
+    fn backend(&self, domain: Domain) -> Arc<dyn CheckpointBackend> {
+        self.backend(domain)
+    }
+}
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Note {
@@ -33,6 +50,8 @@ enum Note {
     Removing { sandbox: SandboxId, version: VersionId },
     /// A removal returned: the version is gone.
     Removed { sandbox: SandboxId, version: VersionId },
+    /// A pin returned: from now on the version stays, and stays pinned.
+    Pinned { sandbox: SandboxId, version: VersionId },
     /// A restore returned.
     Restored { sandbox: SandboxId, operation: OperationId, version: VersionId },
 }
@@ -129,7 +148,7 @@ async fn work(paths: &Paths, seed: u64, kill_at: u64) {
         let id = boxes[usize::try_from(random.below(boxes.len() as u64)).unwrap()].clone();
         let versions: Vec<VersionId> = engine.versions(&id).iter().map(|manifest| manifest.version).collect();
         let any = |random: &mut Random| versions[usize::try_from(random.below(versions.len() as u64)).unwrap()];
-        match random.below(10) {
+        match random.below(12) {
             0 if !versions.is_empty() => {
                 let operation = OperationId::new(format!("{seed:x}-{round}")).unwrap();
                 let options = RestoreOptions { operation: Some(operation.clone()), ..RestoreOptions::default() };
@@ -147,6 +166,20 @@ async fn work(paths: &Paths, seed: u64, kill_at: u64) {
                 let into = SandboxId::new(format!("fork-{seed:x}-{round}")).unwrap();
                 world.create(&into, Condition::Stopped);
                 engine.fork(&id, any(&mut random), &into, ForkOptions::default()).await.unwrap();
+            }
+            3 if !versions.is_empty() => {
+                let version = any(&mut random);
+                engine.pin(&id, version).await.unwrap();
+                note(Note::Pinned { sandbox: id, version });
+            }
+            4 => {
+                let retention = Retention::keep_all().last(usize::try_from(random.below(4)).unwrap());
+                for removal in engine.prune_plan(&retention).await.removed {
+                    note(Note::Removing { sandbox: removal.sandbox, version: removal.version });
+                }
+                for removal in engine.prune(&retention).await.unwrap().removed {
+                    note(Note::Removed { sandbox: removal.sandbox, version: removal.version });
+                }
             }
             action => {
                 if action % 3 != 0 {
@@ -196,7 +229,7 @@ async fn check(paths: &Paths, context: &str) {
     let mut promised: BTreeMap<(SandboxId, VersionId), Option<(Contents, Contents)>> = BTreeMap::new();
     let text = std::fs::read_to_string(&paths.notes).unwrap_or_default();
     let notes: Vec<Note> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let mut gone = Vec::new();
+    let (mut gone, mut pinned) = (Vec::new(), Vec::new());
     for note in notes {
         match note {
             Note::Durable { sandbox, version, files, processes } => {
@@ -206,6 +239,10 @@ async fn check(paths: &Paths, context: &str) {
                 promised.remove(&(sandbox, version));
             }
             Note::Removed { sandbox, version } => gone.push((sandbox, version)),
+            Note::Pinned { sandbox, version } => {
+                promised.entry((sandbox.clone(), version)).or_insert(None);
+                pinned.push((sandbox, version));
+            }
             Note::Restored { sandbox, operation, version } => {
                 // Known as done, so asking again returns the report, until newer ones push it out.
                 assert!(!unfinished.contains(&operation), "{context}: {operation} had returned");
@@ -226,22 +263,18 @@ async fn check(paths: &Paths, context: &str) {
         assert!(!engine.versions(&sandbox).iter().any(|m| m.version == version), "{context}: {version} came back");
     }
 
+    for (sandbox, version) in pinned {
+        let inventory = engine.inventory(&sandbox).await;
+        assert!(inventory.iter().any(|info| info.manifest.version == version && info.pinned), "{context}: {version}");
+    }
+
     take_over(&engine, &world).await;
-    let mut named = std::collections::BTreeSet::new();
     for sandbox in engine.sandboxes() {
         if sandbox.standing.is_some() {
             assert_eq!(world.condition_of(&sandbox.id), Condition::Running, "{context}: {}", sandbox.id);
         }
-        for manifest in engine.versions(&sandbox.id) {
-            for artifact in manifest.artifacts() {
-                assert!(world.stored(artifact).is_some(), "{context}: {} {}", sandbox.id, manifest.version);
-                named.insert((artifact.domain, artifact.sandbox.to_string(), artifact.id.to_string()));
-            }
-            assert!(!matches!(manifest.origin, Origin::Request), "{context}");
-        }
     }
-    let orphans: Vec<_> = world.artifacts().into_iter().filter(|artifact| !named.contains(artifact)).collect();
-    assert!(orphans.is_empty(), "{context}: {orphans:?}");
+    invariants::assert_sound(&world, &engine, context).await;
     // A restore brings back what stands.
     let id = main_box();
     if let Some(standing) = engine.sandboxes().iter().find(|s| s.id == id).and_then(|s| s.standing) {

@@ -106,6 +106,13 @@ enum Stored {
     Processes(Contents),
 }
 
+impl Stored {
+    fn bytes(&self) -> u64 {
+        let (Self::Files(contents) | Self::Processes(contents)) = self;
+        contents.iter().map(|(name, content)| name.len() as u64 + content.len() as u64).sum()
+    }
+}
+
 type Key = (Domain, SandboxId, ArtifactId);
 
 #[derive(Clone, Debug, Default)]
@@ -488,7 +495,7 @@ impl CheckpointBackend for MemoryBackend {
         refuse_late(request.deadline)?;
         let id = request.sandbox.id.clone();
         let external = request.sandbox.external.clone();
-        let artifact = Artifact { external, ..self.bare(&id, request.artifact) };
+        let mut artifact = Artifact { external, ..self.bare(&id, request.artifact) };
         let thaw_after = {
             let mut state = self.world.state();
             if state.artifacts.contains_key(&key(&artifact)) {
@@ -510,6 +517,7 @@ impl CheckpointBackend for MemoryBackend {
                 Domain::Process => Stored::Processes(sandbox.processes.clone()),
             }
         };
+        artifact.bytes = Some(stored.bytes());
         request.at_cut.run().await?;
         drop(thaw_after);
         self.world.reach(Step::AfterCut(self.domain)).await?;
@@ -547,15 +555,21 @@ impl CheckpointBackend for MemoryBackend {
             }
             match stored {
                 Some(Stored::Files(files)) => {
-                    let kept =
-                        target.keep_replaced.map(|name| Artifact { id: name, sandbox: id.clone(), ..artifact.clone() });
+                    let old = Stored::Files(sandbox.files.clone());
+                    let bytes = Some(old.bytes());
+                    let kept = target.keep_replaced.map(|name| Artifact {
+                        id: name,
+                        sandbox: id.clone(),
+                        bytes,
+                        ..artifact.clone()
+                    });
                     // What stands there at a second attempt is what the first one put there, not what it replaced.
                     let again = kept.as_ref().is_some_and(|kept| state.kept.get(&key(kept)) == Some(&target.operation));
                     if let Some(kept) = kept.as_ref().filter(|_| !again) {
                         if state.artifacts.contains_key(&key(kept)) {
                             return Err(name_taken(&kept.id));
                         }
-                        state.artifacts.insert(key(kept), Stored::Files(sandbox.files.clone()));
+                        state.artifacts.insert(key(kept), old);
                         state.kept.insert(key(kept), target.operation);
                     }
                     sandbox.files = files;

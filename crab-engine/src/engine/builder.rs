@@ -1,6 +1,6 @@
 //! Putting an engine together, and what happens when its store is opened.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -14,6 +14,7 @@ use super::dispatch::Dispatch;
 use super::options::{Deadlines, FailurePolicy, Options};
 use super::{Engine, Inner, OpenReport, Unfinished, meters};
 use crate::policy::{ChangedOnly, Policy};
+use crate::retention::Retention;
 use crate::scheduler::Limits;
 use crate::steps::Steps;
 use crate::store::{OperationKind, Store};
@@ -31,6 +32,7 @@ pub struct EngineBuilder {
     delta: Option<Arc<dyn StateDelta>>,
     policy: Arc<dyn Policy>,
     options: Options,
+    retention: Option<Retention>,
     steps: Steps,
 }
 
@@ -44,6 +46,7 @@ impl EngineBuilder {
             delta: None,
             policy: Arc::new(ChangedOnly),
             options: Options::default(),
+            retention: None,
             steps: Steps::default(),
         }
     }
@@ -96,6 +99,13 @@ impl EngineBuilder {
         self
     }
 
+    /// Prunes a sandbox by these rules after each of its new versions, in the background. By default nothing is removed
+    /// but by [`Engine::prune`] and [`Engine::remove`].
+    pub fn retention(mut self, retention: Retention) -> Self {
+        self.retention = Some(retention);
+        self
+    }
+
     /// Calls `hook` at every step between two effects; its error becomes the step's.
     #[cfg(feature = "failpoints")]
     pub fn steps(mut self, hook: crate::StepHook) -> Self {
@@ -135,6 +145,8 @@ impl EngineBuilder {
             delta,
             policy: self.policy,
             options: self.options,
+            retention: self.retention,
+            prunes: Mutex::new(BTreeSet::new()),
             dispatch: Dispatch::new(self.options.limits),
             attached: Mutex::new(HashMap::new()),
             work: Mutex::new(HashMap::new()),

@@ -75,6 +75,7 @@ pub(super) async fn run(inner: Arc<Inner>, job: JobId, id: SandboxId, lane: Lane
         .await
         .unwrap_or_else(|payload| Err(panicked("checkpoint", &*payload)));
     let requests = inner.finish(job);
+    let made = matches!(result, Ok(Done::Made(_)));
     match result {
         Ok(Done::Clean(manifest)) => {
             for request in requests {
@@ -130,6 +131,9 @@ pub(super) async fn run(inner: Arc<Inner>, job: JobId, id: SandboxId, lane: Lane
         }
     }
     inner.release(job);
+    if made {
+        inner.prune_soon(&id);
+    }
 }
 
 struct Work {

@@ -9,6 +9,7 @@
 //! | `crab_frozen_seconds`, `crab_capture_seconds`, `crab_persist_seconds` | histogram | |
 //! | `crab_hidden_seconds`, `crab_exposed_seconds` | histogram | |
 //! | `crab_restore_seconds` | histogram | |
+//! | `crab_pruned_versions_total`, `crab_pruned_bytes_total` | counter | `rule`: `not_kept`, `sandbox_quota`, `store_quota` |
 //! | `crab_waiting_requests` | gauge | |
 //! | `crab_store_damaged_files`, `crab_orphans_removed_total` | gauge, counter | |
 
@@ -18,6 +19,7 @@ use crab_core::{Change, Delta, Domain, ErrorKind};
 use metrics::{counter, gauge, histogram};
 
 use crate::policy::Plan;
+use crate::retention::Rule;
 
 pub(super) fn turn(outcome: &'static str) {
     counter!("crab_turns_total", "outcome" => outcome).increment(1);
@@ -52,6 +54,16 @@ pub(super) fn gate(hidden: Duration, exposed: Duration) {
 
 pub(super) fn restore(took: Duration) {
     histogram!("crab_restore_seconds").record(took.as_secs_f64());
+}
+
+pub(super) fn pruned(rule: Rule, bytes: u64) {
+    let rule = match rule {
+        Rule::NotKept => "not_kept",
+        Rule::SandboxQuota => "sandbox_quota",
+        Rule::StoreQuota => "store_quota",
+    };
+    counter!("crab_pruned_versions_total", "rule" => rule).increment(1);
+    counter!("crab_pruned_bytes_total", "rule" => rule).increment(bytes);
 }
 
 #[allow(clippy::cast_precision_loss, reason = "a gauge of small numbers")]

@@ -10,13 +10,15 @@ mod events;
 mod fork;
 mod freeze;
 mod lineage;
+mod marks;
 mod meters;
 mod names;
 mod options;
+mod prune;
 mod request;
 mod restore;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
@@ -34,7 +36,8 @@ use tokio::task::JoinSet;
 use tracing::Instrument;
 
 use crate::policy::{Plan, Policy};
-use crate::store::{Damaged, SandboxRecord, Store};
+use crate::retention::Retention;
+use crate::store::{Damaged, OperationKind, SandboxRecord, Store};
 use attached::Attached;
 use calls::{blocking, call, panicked};
 use dispatch::Dispatch;
@@ -46,6 +49,7 @@ pub use events::{Event, EventKind, Events, Lagged};
 pub use fork::ForkOptions;
 pub use lineage::Select;
 pub use options::{Deadlines, FailurePolicy};
+pub use prune::{PruneReport, VersionInfo};
 pub use restore::RestoreOptions;
 
 /// Schedules, takes and restores the checkpoints of a host's sandboxes, and keeps them in a store that it alone owns.
@@ -88,6 +92,9 @@ pub(crate) struct Inner {
     delta: Arc<dyn StateDelta>,
     policy: Arc<dyn Policy>,
     options: Options,
+    retention: Option<Retention>,
+    /// Sandboxes whose prune waits to begin.
+    prunes: Mutex<BTreeSet<SandboxId>>,
     dispatch: Dispatch,
     attached: Mutex<HashMap<SandboxId, Arc<Attached>>>,
     /// Held by whoever works on a sandbox: a checkpoint, a restore, a removal.
@@ -275,30 +282,10 @@ impl Engine {
         }
     }
 
-    /// Removes a version and the artifacts that nothing else needs. Works on a full disk too.
-    ///
-    /// When this returns the removal is durable: the version does not come back after a crash, and its number is never
-    /// given away again. Where the future is dropped or the process dies meanwhile, the version is either there whole
-    /// or gone; artifacts that are left over go when the store is opened anew.
-    ///
-    /// # Errors
-    /// [`ErrorKind::NotFound`]; [`ErrorKind::Busy`] for the standing version; errors of the store. Where an artifact
-    /// could not be removed the version is gone all the same, and the artifact goes when the store is opened anew.
-    pub async fn remove(&self, id: &SandboxId, version: VersionId) -> Result<()> {
-        let (inner, id) = (self.0.clone(), id.clone());
-        detached("remove", async move {
-            inner.check_open()?;
-            let lock = inner.work_lock(&id);
-            let _exclusive = lock.lock().await;
-            inner.remove(&id, version).await
-        })
-        .await
-    }
-
     /// Removes everything that the store knows of a sandbox that is not attached: versions, artifacts, record.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] where it is attached; [`ErrorKind::Corrupt`] where files of it cannot be read: the whole
+    /// [`ErrorKind::Busy`] where it is attached or a fork of it did not end; [`ErrorKind::Corrupt`] where files of it cannot be read: the whole
     /// ones are gone then, the others are left.
     pub async fn forget(&self, id: &SandboxId) -> Result<()> {
         let (inner, id) = (self.0.clone(), id.clone());
@@ -565,29 +552,17 @@ impl Inner {
         self.attached.lock().get(id).is_some_and(|current| Arc::ptr_eq(current, attached))
     }
 
-    async fn remove(&self, id: &SandboxId, version: VersionId) -> Result<()> {
-        let (known, standing, before) = self.store.with(|index| {
-            let sandbox = index.sandboxes.get(id);
-            let manifest = sandbox.and_then(|sandbox| sandbox.versions.get(&version));
-            let standing = sandbox.and_then(lineage::standing).map(|manifest| manifest.version);
-            (manifest.is_some(), standing, artifacts::needed(manifest.map(AsRef::as_ref).into_iter()))
-        });
-        if !known {
-            return Err(Error::new(ErrorKind::NotFound, format!("{id} has no version {version}")));
-        }
-        if standing == Some(version) {
-            return Err(Error::new(ErrorKind::Busy, format!("{version} is the standing version of {id}"))
-                .fix("make another version first, or forget the sandbox"));
-        }
-        let (store, owned) = (self.store.clone(), id.clone());
-        blocking("remove a version", move || store.remove_version(&owned, version)).await??;
-        self.emit(id, EventKind::Removed { version });
-        self.collect(before).await.map(|_| ())
-    }
-
     async fn forget(&self, id: &SandboxId) -> Result<()> {
         if self.attached.lock().contains_key(id) {
             return Err(Error::new(ErrorKind::Busy, format!("{id} is attached")).fix("detach it first"));
+        }
+        let forked = self.store.with(|index| {
+            let mut open = index.operations.values().filter(|operation| operation.outcome.is_none());
+            open.find(|op| matches!(&op.kind, OperationKind::Fork { from } if from == id)).map(|op| op.sandbox.clone())
+        });
+        if let Some(fork) = forked {
+            return Err(Error::new(ErrorKind::Busy, format!("a fork of {id} into {fork} did not end"))
+                .fix(format!("finish it, or forget {fork} first")));
         }
         let (before, operations) = self.store.with(|index| {
             let manifests = index.sandboxes.get(id).into_iter().flat_map(|sandbox| sandbox.versions.values());

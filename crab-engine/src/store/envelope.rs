@@ -31,6 +31,7 @@ pub(super) enum Kind {
     Manifest,
     Sandbox,
     Operation,
+    Marks,
 }
 
 impl Kind {
@@ -39,13 +40,14 @@ impl Kind {
             Self::Manifest => "manifest",
             Self::Sandbox => "sandbox",
             Self::Operation => "operation",
+            Self::Marks => "marks",
         }
     }
 
     fn format(self) -> u32 {
         match self {
             Self::Manifest => crab_core::MANIFEST_FORMAT,
-            Self::Sandbox | Self::Operation => 1,
+            Self::Sandbox | Self::Operation | Self::Marks => 1,
         }
     }
 }

@@ -10,7 +10,8 @@
 //! | `sandboxes/ID/sandbox.json` | the highest version number ever given away, what the last restore went back to, where it was forked from | before the first checkpoint | when the sandbox is forgotten | partly: without it the newest manifest counts as the standing one |
 //! | `sandboxes/ID/versions/vN.json` | the manifest of version N. **The version exists while this file does.** | as the last step of a checkpoint | as the first step of removing the version | no |
 //! | `sandboxes/ID/versions/vN.removed` | version N is gone, its number is taken; the disk was too full to write that into the record | by a removal on a full disk | when the store is opened and there is room | yes, it may be deleted |
-//! | `sandboxes/ID/sandbox.json.damaged-*` | a record that could not be read, moved aside | when the record is written next | by hand | no |
+//! | `sandboxes/ID/marks.json` | pins and labels of versions | with the first of them | when the sandbox is forgotten | no: while it cannot be read every version counts as pinned |
+//! | `sandboxes/ID/*.json.damaged-*` | a record or marks that could not be read, moved aside | when the file is written next | by hand | no |
 //! | `operations/OP.json` | a restore or fork: what was asked, and its report once it has ended | before the operation touches anything | when newer operations of the sandbox have ended | no: a second attempt would not be known as one |
 //! | `.crab-tmp-*` | an unfinished write | | when the store is opened | it is of no use |
 //!
@@ -42,9 +43,10 @@ use crate::steps::Steps;
 use durable::Writer;
 use envelope::Kind;
 use lock::Lock;
+use records::MarksFile;
 
 use durable::TEMPORARY;
-pub(crate) use records::{ForkedFrom, Operation, OperationKind, Outcome, Restored, SandboxRecord};
+pub(crate) use records::{ForkedFrom, Mark, Marks, Operation, OperationKind, Outcome, Restored, SandboxRecord};
 
 /// The layout's format number that this library writes.
 pub const STORE_FORMAT: u32 = 1;
@@ -116,6 +118,9 @@ pub(crate) struct SandboxIndex {
     pub(crate) recorded: bool,
     /// What is wrong with the record file, where one is there that is not whole.
     pub(crate) record_damage: Option<DamageKind>,
+    pub(crate) marks: Marks,
+    /// What is wrong with the file of the marks, where one is there that is not whole.
+    pub(crate) marks_damage: Option<DamageKind>,
     /// Versions that were removed while the disk was too full to write their number down.
     pub(crate) tombstones: Vec<VersionId>,
     pub(crate) versions: BTreeMap<VersionId, Arc<Manifest>>,
@@ -271,23 +276,7 @@ impl Store {
     pub(crate) fn put_sandbox(&self, id: &SandboxId, record: SandboxRecord) -> Result<()> {
         let text = envelope::encode(Kind::Sandbox, &record.for_file(id))?;
         let damage = self.with(|index| index.sandboxes.get(id).and_then(|sandbox| sandbox.record_damage));
-        let path = self.sandbox_dir(id).join("sandbox.json");
-        match damage {
-            None => {}
-            Some(DamageKind::Newer) => {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    format!("{} was written by a newer Crab", path.display()),
-                )
-                .fix("use that Crab for this sandbox"));
-            }
-            // A person may still want it.
-            Some(_) => {
-                let aside = path.with_extension(format!("json.damaged-{:016x}", crate::nonce::nonce()));
-                fs::rename(&path, aside)
-                    .map_err(|source| io_error(format!("move {} aside", path.display()), source))?;
-            }
-        }
+        self.make_way(&self.sandbox_dir(id).join("sandbox.json"), damage)?;
         self.writer.make_dir(&self.root.join("sandboxes"), id.as_str())?;
         let dir = self.sandbox_dir(id);
         self.writer.make_dir(&dir, "versions")?;
@@ -297,6 +286,35 @@ impl Store {
         entry.record = record;
         entry.recorded = true;
         entry.record_damage = None;
+        Ok(())
+    }
+
+    /// Moves a damaged file that is to be written out of the way: a person may still want it.
+    fn make_way(&self, path: &Path, damage: Option<DamageKind>) -> Result<()> {
+        match damage {
+            None => Ok(()),
+            Some(DamageKind::Newer) => {
+                Err(Error::new(ErrorKind::Unsupported, format!("{} was written by a newer Crab", path.display()))
+                    .fix("use that Crab for this sandbox"))
+            }
+            Some(_) => {
+                let aside = path.with_extension(format!("json.damaged-{:016x}", crate::nonce::nonce()));
+                fs::rename(path, aside).map_err(|source| io_error(format!("move {} aside", path.display()), source))
+            }
+        }
+    }
+
+    /// Writes the pins and labels of a sandbox that has a record. Takes the place of what could not be read.
+    pub(crate) fn put_marks(&self, id: &SandboxId, marks: Marks) -> Result<()> {
+        let text = envelope::encode(Kind::Marks, &MarksFile { sandbox: id.clone(), marks: marks.clone() })?;
+        let dir = self.sandbox_dir(id);
+        let damage = self.with(|index| index.sandboxes.get(id).and_then(|sandbox| sandbox.marks_damage));
+        self.make_way(&dir.join("marks.json"), damage)?;
+        self.writer.write(&dir, "marks.json", &text)?;
+        if let Some(sandbox) = self.index.lock().sandboxes.get_mut(id) {
+            sandbox.marks = marks;
+            sandbox.marks_damage = None;
+        }
         Ok(())
     }
 
@@ -382,6 +400,7 @@ impl Store {
         for version in tombstones {
             self.writer.remove(&dir.join("versions"), &tombstone_name(version))?;
         }
+        self.writer.remove(&dir, "marks.json")?;
         self.writer.remove(&dir, "sandbox.json")?;
         for path in [dir.join("versions"), dir.clone()] {
             match fs::remove_dir(&path) {

@@ -1,6 +1,8 @@
-//! What stands in `sandbox.json` and `operations/OP.json`.
+//! What stands in `sandbox.json`, `marks.json` and `operations/OP.json`.
 
-use crab_core::{ArtifactId, OperationId, SandboxId, TurnNumber, VersionId};
+use std::collections::{BTreeMap, BTreeSet};
+
+use crab_core::{ArtifactId, Label, OperationId, SandboxId, TurnNumber, VersionId};
 use serde::{Deserialize, Serialize};
 
 use crate::report::{PassedOver, RestoreReport};
@@ -46,6 +48,23 @@ impl From<SandboxFile> for SandboxRecord {
     fn from(file: SandboxFile) -> Self {
         Self { highest: file.highest, restored: file.restored, forked_from: file.forked_from }
     }
+}
+
+/// What people and programs said of a version: it is kept while any of this is said.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Mark {
+    #[serde(default)]
+    pub(crate) pinned: bool,
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub(crate) labels: BTreeSet<Label>,
+}
+
+pub(crate) type Marks = BTreeMap<VersionId, Mark>;
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct MarksFile {
+    pub(super) sandbox: SandboxId,
+    pub(super) marks: Marks,
 }
 
 /// A restore put this version's files in place. It is the standing version until one is made with a number of at

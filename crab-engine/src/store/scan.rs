@@ -9,7 +9,7 @@ use crab_core::{Manifest, OperationId, Result, SandboxId, VersionId};
 use serde::de::DeserializeOwned;
 
 use super::envelope::{self, Kind, MAX_RECORD};
-use super::records::SandboxFile;
+use super::records::{MarksFile, SandboxFile};
 use super::{DamageKind, Damaged, Index, Operation, SandboxIndex, SandboxRecord, TEMPORARY, io_error};
 
 pub(super) fn scan(root: &Path) -> Result<Index> {
@@ -76,6 +76,18 @@ fn scan_sandbox(dir: &Path, id: &SandboxId, damaged: &mut Vec<Damaged>) -> Resul
                     report(damaged, &entry, Some(id), what);
                 }
             },
+            "marks.json" => {
+                let what = match read::<MarksFile>(Kind::Marks, &entry.path()) {
+                    Ok(file) if file.sandbox == *id => {
+                        sandbox.marks = file.marks;
+                        continue;
+                    }
+                    Ok(file) => (DamageKind::Misplaced, format!("these are the marks of sandbox {}", file.sandbox)),
+                    Err(what) => what,
+                };
+                sandbox.marks_damage = Some(what.0);
+                report(damaged, &entry, Some(id), what);
+            }
             _ => alien(damaged, &entry, Some(id)),
         }
     }

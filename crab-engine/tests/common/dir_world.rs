@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use crab_core::{
-    Artifact, Capabilities, CaptureRequest, Captured, Change, CheckpointBackend, Condition, Delta, Domain, Effects,
-    Error, ErrorKind, Evidence, External, InheritedFd, Rebase, RestoreTarget, Restored, Result, Sandbox, SandboxHost,
-    SandboxId, StateDelta, Token, Unknown,
+    Artifact, ArtifactId, Capabilities, CaptureRequest, Captured, Change, CheckpointBackend, Condition, Delta, Domain,
+    Effects, Error, ErrorKind, Evidence, External, InheritedFd, Rebase, RestoreTarget, Restored, Result, Sandbox,
+    SandboxHost, SandboxId, StateDelta, Token, Unknown,
 };
 use parking_lot::Mutex;
 
@@ -101,16 +101,17 @@ impl DirWorld {
         serde_json::from_str(&fs::read_to_string(path).ok()?).ok()
     }
 
-    /// All artifacts as domain, sandbox, name.
-    pub fn artifacts(&self) -> Vec<(Domain, String, String)> {
+    /// All artifacts that exist.
+    pub fn artifacts(&self) -> Vec<(Domain, SandboxId, ArtifactId)> {
         let mut found = Vec::new();
         for domain in [Domain::Filesystem, Domain::Process] {
             let Ok(boxes) = fs::read_dir(self.root.join("artifacts").join(place(domain))) else { continue };
             for sandbox in boxes.flatten() {
+                let id = SandboxId::new(sandbox.file_name().to_string_lossy()).unwrap();
                 for artifact in fs::read_dir(sandbox.path()).unwrap().flatten() {
                     let name = artifact.file_name().into_string().unwrap();
                     if !name.contains(".tmp") {
-                        found.push((domain, sandbox.file_name().into_string().unwrap(), name));
+                        found.push((domain, id.clone(), ArtifactId::new(name).unwrap()));
                     }
                 }
             }
@@ -287,12 +288,12 @@ impl CheckpointBackend for DirBackend {
     }
     async fn list(&self, id: &SandboxId) -> Result<Vec<Artifact>> {
         let all = self.world.artifacts().into_iter();
-        let own = all.filter(|(domain, sandbox, _)| *domain == self.domain && sandbox == id.as_str());
-        own.map(|(domain, _, name)| Ok(bare(domain, id, crab_core::ArtifactId::new(name)?))).collect()
+        let own = all.filter(|(domain, sandbox, _)| *domain == self.domain && sandbox == id);
+        Ok(own.map(|(domain, _, name)| bare(domain, id, name)).collect())
     }
 }
 
-fn bare(domain: Domain, id: &SandboxId, artifact: crab_core::ArtifactId) -> Artifact {
+fn bare(domain: Domain, id: &SandboxId, artifact: ArtifactId) -> Artifact {
     Artifact {
         id: artifact,
         sandbox: id.clone(),

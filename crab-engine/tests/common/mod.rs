@@ -1,18 +1,19 @@
-//! An engine on the in-memory world, and the function that checks what must hold at any time.
+//! An engine on the in-memory world.
 
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
-use std::collections::{BTreeMap, BTreeSet};
+pub mod invariants;
+
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crab_core::memory::MemoryWorld;
-use crab_core::{
-    Boundary, CheckpointBackend, Condition, Domain, Gate, GateHold, Half, Manifest, SandboxId, Turn, TurnNumber,
-    Verdict, VersionId,
-};
+use crab_core::{Boundary, Domain, Gate, GateHold, Manifest, SandboxId, Turn, TurnNumber, Verdict, VersionId};
 use crab_engine::{Deadlines, Engine, EngineBuilder, Event, EventKind};
+#[allow(unused_imports, reason = "each test file uses a part of it")]
+pub use invariants::{assert_sound, violations};
 
 pub fn id(name: &str) -> SandboxId {
     SandboxId::new(name).unwrap()
@@ -157,56 +158,6 @@ pub fn kinds(events: &[Event]) -> Vec<&'static str> {
             _ => "other",
         })
         .collect()
-}
-
-/// What must hold whenever no call is under way, whatever went wrong before. Says what does not.
-pub async fn violations(world: &MemoryWorld, engine: &Engine) -> Vec<String> {
-    let mut wrong = Vec::new();
-    let sandboxes = engine.sandboxes();
-    let mut named: BTreeSet<(Domain, SandboxId, crab_core::ArtifactId)> = BTreeSet::new();
-    for sandbox in &sandboxes {
-        // Nothing stays frozen.
-        if world.condition_of(&sandbox.id) == Condition::Frozen {
-            wrong.push(format!("{} is frozen", sandbox.id));
-        }
-        let versions = engine.versions(&sandbox.id);
-        if !versions.is_sorted_by(|a, b| a.version < b.version) {
-            wrong.push(format!("{}: the versions are out of order", sandbox.id));
-        }
-        for manifest in &versions {
-            // Every version is whole.
-            for artifact in manifest.artifacts() {
-                named.insert((artifact.domain, artifact.sandbox.clone(), artifact.id.clone()));
-                let backend: Arc<dyn CheckpointBackend> = world.backend(artifact.domain);
-                if let Err(error) = backend.verify(artifact).await {
-                    wrong.push(format!("{} {}: {error}", sandbox.id, manifest.version));
-                }
-            }
-            if !matches!(manifest.filesystem, Half::Stored(_)) {
-                wrong.push(format!("{} {} holds no files", sandbox.id, manifest.version));
-            }
-            if manifest.parent.is_some_and(|parent| parent >= manifest.version) {
-                wrong.push(format!("{} {} is older than its parent", sandbox.id, manifest.version));
-            }
-        }
-        if versions.is_empty() != sandbox.standing.is_none() {
-            wrong.push(format!("{}: {} versions, standing {:?}", sandbox.id, versions.len(), sandbox.standing));
-        }
-    }
-    // Nothing is left that no version needs.
-    let unfinished: BTreeSet<SandboxId> =
-        sandboxes.iter().filter(|s| s.unfinished.is_some()).map(|s| s.id.clone()).collect();
-    for artifact in world.artifacts() {
-        if !named.contains(&artifact) && !unfinished.contains(&artifact.1) {
-            wrong.push(format!("{artifact:?} belongs to no version"));
-        }
-    }
-    wrong
-}
-
-pub async fn assert_sound(world: &MemoryWorld, engine: &Engine, context: &str) {
-    let wrong = violations(world, engine).await;
-    assert!(wrong.is_empty(), "{context}: {wrong:#?}");
 }
 
 /// What a restore of this version brings back, by restoring it.
