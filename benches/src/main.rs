@@ -3,6 +3,7 @@
 //! One module a part. A bench adds its figures to a [`Report`]; absolute times are printed for people, and only ratios
 //! and percentiles measured side by side are worth comparing between machines.
 
+mod coordinator;
 mod report;
 
 use std::path::PathBuf;
@@ -14,7 +15,10 @@ use report::Report;
 type Bench = fn(&mut Report) -> Result<(), String>;
 
 /// Every bench by its name; a new one adds its module and a line here.
-const BENCHES: &[(&str, &str, Bench)] = &[("report", "the cost of the bench's own clock", report::clock)];
+const BENCHES: &[(&str, &str, Bench)] = &[
+    ("coordinator", "what the coordinator adds to a request and to a stream, beside nginx", coordinator::run),
+    ("report", "the cost of the bench's own clock", report::clock),
+];
 
 fn main() -> ExitCode {
     match run() {

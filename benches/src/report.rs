@@ -20,7 +20,6 @@ impl Report {
     }
 
     /// Adds a figure that should be at most `bound`. A miss is shown; it is no error, since machines are noisy.
-    #[allow(dead_code, reason = "the benches that have bounds are being written")]
     pub(crate) fn add_bounded(&mut self, name: &str, value: f64, bound: f64) {
         self.figures.push((name.to_owned(), value, Some(bound)));
     }
