@@ -82,7 +82,8 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// The model's server, such as `http://127.0.0.1:8080` or `http://host/base/path`. Required.
+    /// The model's server, such as `https://host`, `http://127.0.0.1:8080/base/path`, or `h2c://127.0.0.1:8080` where it
+    /// speaks HTTP/2 without TLS. Required.
     #[must_use]
     pub fn upstream(mut self, url: impl Into<String>) -> Self {
         self.upstream = Some(url.into());

@@ -43,8 +43,12 @@
 //! reach its model by another way is not held by any gate: the sandbox's network must leave it only this one.
 //!
 //! # Limits
-//! - HTTP/1.1, and HTTP/2 with prior knowledge, towards agents; HTTP/1.1 in the plain, and either by TLS, towards models.
-//! - Informational responses other than `100 Continue` and `101` end here.
+//! - HTTP/1.1, and HTTP/2 with prior knowledge, towards agents. Towards models either by TLS, as the server chooses;
+//!   in the plain HTTP/1.1, or HTTP/2 with prior knowledge where the upstream is given as `h2c://host:port`.
+//! - Informational responses other than `100 Continue` and `101` end here: the server side of hyper has no way to send
+//!   them. No model's API uses them.
+//! - A trailer goes on to an HTTP/1.1 client only where the answer's `Trailer` header names it and the request said
+//!   `TE: trailers`.
 //! - A client that closes its sending half is taken for gone, as most proxies do: its request is cancelled.
 //! - A compressed event stream, a stream of JSON lines and an answer in one piece cannot be kept alive while they are
 //!   held, since nothing can be put into them.
@@ -59,6 +63,7 @@ mod event;
 mod headers;
 mod intake;
 mod journal;
+mod linger;
 pub mod names;
 mod patience;
 pub mod provider;

@@ -17,6 +17,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 
+use crate::linger::{Returned, linger};
 use crate::names;
 use crate::patience::Taken;
 use crate::resolve::{Peer, SandboxResolver};
@@ -177,23 +178,32 @@ impl Serving {
             let _slot = slot;
             let _counted = Counted::new();
             let builder = protocols(&limits);
+            let (stream, mut returned) = Returned::new(stream);
             let stream = TokioIo::new(Taken::new(stream, limits.silence));
-            let mut connection = std::pin::pin!(builder.serve_connection_with_upgrades(stream, service));
-            let silent = async {
-                if tokio::time::timeout(limits.header_timeout, spoke.notified()).await.is_ok() {
-                    std::future::pending::<()>().await;
+            {
+                let mut connection = std::pin::pin!(builder.serve_connection_with_upgrades(stream, service));
+                let silent = async {
+                    if tokio::time::timeout(limits.header_timeout, spoke.notified()).await.is_ok() {
+                        std::future::pending::<()>().await;
+                    }
+                };
+                let outcome = tokio::select! {
+                    outcome = &mut connection => outcome,
+                    () = silent => return,
+                    () = told(&mut stop) => {
+                        connection.as_mut().graceful_shutdown();
+                        connection.await
+                    }
+                };
+                if let Err(error) = outcome {
+                    tracing::debug!(error, "a connection ended early");
                 }
-            };
-            let outcome = tokio::select! {
-                outcome = &mut connection => outcome,
-                () = silent => return,
-                () = told(&mut stop) => {
-                    connection.as_mut().graceful_shutdown();
-                    connection.await
+            }
+            if let Ok(stream) = returned.try_recv() {
+                tokio::select! {
+                    () = linger(stream) => {}
+                    () = told(&mut stop) => {}
                 }
-            };
-            if let Err(error) = outcome {
-                tracing::debug!(error, "a connection ended early");
             }
         });
     }

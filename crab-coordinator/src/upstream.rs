@@ -28,6 +28,8 @@ pub(crate) type UpBody = UnsyncBoxBody<Bytes, BoxError>;
 #[derive(Clone, Debug)]
 struct Base {
     scheme: Scheme,
+    /// Whether the server is known to speak HTTP/2 without TLS.
+    http2: bool,
     authority: Authority,
     /// Without a trailing slash.
     path: String,
@@ -37,9 +39,11 @@ impl Base {
     fn parse(url: &str) -> Result<Self> {
         let refuse = |why: &str| {
             Error::new(ErrorKind::InvalidInput, format!("the upstream \"{url}\" {why}"))
-                .fix("give it as http://host:port, https://host or with a path behind")
+                .fix("give it as http://host:port, https://host, h2c://host:port or with a path behind")
         };
-        let uri: Uri = url.parse().map_err(|_| refuse("is not a URL"))?;
+        let plain = url.strip_prefix("h2c://").map(|rest| format!("http://{rest}"));
+        let http2 = plain.is_some();
+        let uri: Uri = plain.as_deref().unwrap_or(url).parse().map_err(|_| refuse("is not a URL"))?;
         let parts = uri.into_parts();
         let (Some(scheme), Some(authority)) = (parts.scheme, parts.authority) else {
             return Err(refuse("names no scheme or no host"));
@@ -55,7 +59,7 @@ impl Base {
             return Err(refuse("holds a query"));
         }
         let path = path_and_query.map_or(String::new(), |path| path.path().trim_end_matches('/').to_owned());
-        Ok(Self { scheme, authority, path })
+        Ok(Self { scheme, http2, authority, path })
     }
 
     fn uri(&self, request: &Uri) -> Option<Uri> {
@@ -91,6 +95,8 @@ type Connector = HttpsConnector<HttpConnector>;
 #[derive(Debug)]
 pub(crate) struct Upstream {
     client: Client<Connector, UpBody>,
+    /// For servers that speak HTTP/2 without TLS.
+    prior: Client<Connector, UpBody>,
     /// HTTP/1.1 alone knows how to change to another protocol.
     upgrading: Client<Connector, UpBody>,
     base: RwLock<Base>,
@@ -115,16 +121,17 @@ impl Upstream {
                 builder.enable_http1().wrap_connector(http)
             }
         };
-        let client = |http2| {
-            Client::builder(TokioExecutor::new())
-                .pool_timer(TokioTimer::new())
-                .pool_idle_timeout(Duration::from_secs(60))
-                .http1_max_buf_size(64 * 1024)
-                .build(connector(http2))
-        };
+        let mut builder = Client::builder(TokioExecutor::new());
+        builder
+            .pool_timer(TokioTimer::new())
+            .timer(TokioTimer::new())
+            .pool_idle_timeout(Duration::from_secs(60))
+            .http1_max_buf_size(64 * 1024)
+            .http2_keep_alive_interval(Duration::from_secs(30));
         Ok(Self {
-            client: client(true),
-            upgrading: client(false),
+            client: builder.build(connector(true)),
+            upgrading: builder.build(connector(false)),
+            prior: builder.http2_only(true).build(connector(true)),
             base: RwLock::new(base),
             answer_timeout: options.answer_timeout,
         })
@@ -156,6 +163,7 @@ impl Upstream {
         *request.version_mut() = Version::HTTP_11;
         prepare(request.headers_mut());
         let client = match upgrade {
+            None if base.http2 => &self.prior,
             None => &self.client,
             Some(protocol) => {
                 ask_for(request.headers_mut(), protocol);
@@ -233,6 +241,7 @@ mod tests {
             ("http://h:1", "/v1/messages?beta=true", "http://h:1/v1/messages?beta=true"),
             ("http://h:1/", "/v1", "http://h:1/v1"),
             ("http://h/api/", "/v1?x=%2F", "http://h/api/v1?x=%2F"),
+            ("h2c://h:1/api", "/v1", "http://h:1/api/v1"),
             ("http://h", "http://other/v1", "http://h/v1"),
         ] {
             let uri = Base::parse(base).unwrap().uri(&path.parse().unwrap());

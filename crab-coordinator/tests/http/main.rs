@@ -6,6 +6,7 @@ mod support;
 
 mod forwarding;
 mod gating;
+mod http2;
 mod journal;
 mod protocols;
 mod retries;
