@@ -60,6 +60,9 @@ mod body;
 mod coordinator;
 pub mod digest;
 mod event;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod headers;
 mod intake;
 mod journal;

@@ -28,12 +28,12 @@ pub(crate) struct KeepAlive {
 }
 
 /// Answers a client of a turn. Until the gate opens, nothing of the model's answer goes out but, where an event stream
-/// is held for long, its head.
+/// is held for long, its head, with `sign` as its sign of life.
 pub(crate) async fn respond(
     gate: Arc<TurnGate>,
     mut subscription: Subscription,
     provider: Arc<dyn Provider>,
-    request: &HeaderMap,
+    sign: Option<Bytes>,
     keep_alive: KeepAlive,
     on_delivered: OnDelivered,
 ) -> Response<OutBody> {
@@ -47,7 +47,7 @@ pub(crate) async fn respond(
         Err(failure) => return error_response(provider.error(&failure), &failure),
     };
     let reading = Reading { subscription, on_delivered: Some(on_delivered) };
-    let sign = can_be_kept_alive(&head).then(|| provider.keep_alive(request)).flatten();
+    let sign = sign.filter(|_| can_be_kept_alive(&head));
     let verdict = match sign {
         None => gate.verdict().await,
         Some(sign) => match timeout(keep_alive.after, gate.verdict()).await {
@@ -209,7 +209,8 @@ mod tests {
             async move { gate.attend(hold, GatePolicy::default(), |_, _| ()).await }
         });
         let answer = tokio::spawn(async move {
-            respond(gate, subscription, provider, &HeaderMap::new(), EVERY, Box::new(|| ())).await
+            let sign = provider.keep_alive(&HeaderMap::new());
+            respond(gate, subscription, provider, sign, EVERY, Box::new(|| ())).await
         });
         Held { engine: Some(engine), recording, answer }
     }

@@ -23,9 +23,6 @@ use crate::patience::Taken;
 use crate::resolve::{Peer, SandboxResolver};
 use crate::service::{Limits, Shared};
 
-/// More headers than any client sends.
-const MAX_HEADERS: usize = 256;
-
 /// Where the coordinator listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Listen {
@@ -212,12 +209,7 @@ impl Serving {
 /// HTTP/1.1, and HTTP/2 for clients that begin with its preface.
 fn protocols(limits: &Limits) -> auto::Builder<TokioExecutor> {
     let mut builder = auto::Builder::new(TokioExecutor::new());
-    builder
-        .http1()
-        .timer(TokioTimer::new())
-        .header_read_timeout(limits.header_timeout)
-        .max_buf_size(limits.head_bytes)
-        .max_headers(MAX_HEADERS);
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(limits.header_timeout).max_buf_size(limits.head_bytes);
     builder
         .http2()
         .timer(TokioTimer::new())

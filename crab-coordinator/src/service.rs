@@ -188,15 +188,15 @@ impl Shared {
             if digest.is_none() {
                 metrics::counter!(names::NO_DIGEST).increment(1);
             }
-            Asked {
+            Arc::new(Asked {
                 sandbox: sandbox.clone(),
                 provider: provider.name(),
                 key: digest.as_ref().map(|digest| request_key(provider.name(), &path, digest.body)),
                 conversation: digest.as_ref().and_then(|digest| digest.conversation),
-                prefixes: digest.map_or_else(Vec::new, |digest| digest.prefixes).into(),
-            }
+                prefixes: digest.map_or_else(Vec::new, |digest| digest.prefixes),
+            })
         };
-        let headers = parts.headers.clone();
+        let sign = provider.keep_alive(&parts.headers);
         let body = Patient::new(body, self.limits.silence);
         let intake = match Intake::read(body, hasher, self.request_buffer).await {
             Ok(intake) => intake,
@@ -210,10 +210,10 @@ impl Shared {
                 return self.forward(Request::from_parts(parts, body.boxed_unsync()), None).await;
             }
             Intake::Whole { body, digest } => {
-                let ticket = self.admit(&asked(digest)).await;
+                let mut ticket = self.admit(&asked(digest)).await;
                 let request = Request::from_parts(parts, body.boxed_unsync());
                 let upstream = Arc::clone(&self.upstream);
-                self.work(&ticket, &provider, async move { upstream.send(request).await });
+                self.work(&mut ticket, &provider, async move { upstream.send(request).await });
                 ticket
             }
             Intake::Long(body, promise) => {
@@ -226,7 +226,7 @@ impl Shared {
             let sandbox = sandbox.clone();
             Box::new(move || turns.delivered(&sandbox, ticket.number))
         };
-        respond(ticket.gate, ticket.subscription, Arc::clone(&provider), &headers, self.keep_alive, delivered).await
+        respond(ticket.gate, ticket.subscription, provider, sign, self.keep_alive, delivered).await
     }
 
     /// A long request is on its way to the model while its digest is still being taken.
@@ -234,7 +234,7 @@ impl Shared {
         self: &Arc<Self>,
         request: Request<UpBody>,
         mut promise: Promise,
-        asked: impl Fn(Option<RequestDigest>) -> Asked,
+        asked: impl Fn(Option<RequestDigest>) -> Arc<Asked>,
         provider: &Arc<dyn Provider>,
     ) -> Ticket {
         let upstream = Arc::clone(&self.upstream);
@@ -245,11 +245,11 @@ impl Shared {
             digest = &mut promise.digest => (digest.ok().flatten(), None),
             response = &mut sending.0 => (None, Some(response)),
         };
-        let ticket = self.admit(&asked(digest)).await;
+        let mut ticket = self.admit(&asked(digest)).await;
         if ticket.work == Work::Ask {
             let _ = promise.proceed.send(());
         }
-        self.work(&ticket, provider, async move {
+        self.work(&mut ticket, provider, async move {
             let response = match early {
                 Some(response) => response,
                 None => (&mut sending.0).await,
@@ -264,7 +264,7 @@ impl Shared {
         ticket
     }
 
-    async fn admit(&self, asked: &Asked) -> Ticket {
+    async fn admit(&self, asked: &Arc<Asked>) -> Ticket {
         loop {
             match self.turns.admit(asked, self.turns.new_recording()) {
                 Admitted::Turn(ticket) => return *ticket,
@@ -273,14 +273,14 @@ impl Shared {
         }
     }
 
-    /// Gets the answer going, where nobody else does.
-    fn work<F>(&self, ticket: &Ticket, provider: &Arc<dyn Provider>, response: F)
+    /// Gets the answer going, where nobody else does, and attends to the gate of a new turn.
+    fn work<F>(&self, ticket: &mut Ticket, provider: &Arc<dyn Provider>, response: F)
     where
         F: Future<Output = Result<Response<Incoming>, Failure>> + Send + 'static,
     {
         let driver = Driver {
             turns: Arc::clone(&self.turns),
-            asked: ticket.asked.clone(),
+            asked: Arc::clone(&ticket.asked),
             number: ticket.number,
             attempt: ticket.attempt,
             gate: Arc::clone(&ticket.gate),
@@ -289,10 +289,23 @@ impl Shared {
             grace: self.grace,
             silence: self.limits.silence,
         };
+        let (turns, asked, number, gate) =
+            (Arc::clone(&self.turns), Arc::clone(&ticket.asked), ticket.number, Arc::clone(&ticket.gate));
+        let hold = ticket.hold.take();
+        let attend = async move {
+            if let Some(hold) = hold {
+                turns.attend(&asked.sandbox, number, &gate, hold).await;
+            }
+        };
+        // First the work: the request goes to the model before anything else is done.
         match ticket.work.clone() {
             Work::Nothing => {}
-            Work::Ask => self.turns.spawn(driver.ask(response)),
-            Work::Replay { from, link } => self.turns.spawn(driver.replay(from, link)),
+            Work::Ask => self.turns.spawn(async move {
+                tokio::join!(biased; driver.ask(response), attend);
+            }),
+            Work::Replay { from, link } => self.turns.spawn(async move {
+                tokio::join!(biased; driver.replay(from, link), attend);
+            }),
         }
     }
 }

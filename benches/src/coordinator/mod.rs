@@ -37,8 +37,8 @@ pub(crate) fn run(report: &mut Report) -> Result<(), String> {
     round_trips(report, model, nginx.address, coordinator.address).map_err(failed("round trips"))?;
     events(report, model, nginx.address, coordinator.address).map_err(failed("events of a stream"))?;
     many_streams(report, coordinator.address).map_err(failed("many streams"))?;
-    big_bodies(report, &coordinator).map_err(failed("big bodies"))?;
     drop((nginx, coordinator));
+    big_bodies(report, model)?;
     journaled(report, model)
 }
 
@@ -97,14 +97,17 @@ fn many_streams(report: &mut Report, coordinator: SocketAddr) -> std::io::Result
     Ok(())
 }
 
-/// A gigabyte to the model and one from it.
-fn big_bodies(report: &mut Report, coordinator: &Coordinator) -> std::io::Result<()> {
-    let before = coordinator.reset_peak()?;
-    let mut client = Client::connect(coordinator.address)?;
-    client.upload(TURN, BIG_BODY)?;
-    let sent = coordinator.peak()?;
-    client.download(TURN, BIG_BODY)?;
-    let received = coordinator.peak()?;
+/// A gigabyte to the model and one from it, by a coordinator that has served nothing but a few small requests before.
+fn big_bodies(report: &mut Report, model: SocketAddr) -> Result<(), String> {
+    let failed = |error: std::io::Error| format!("big bodies: {error}");
+    let coordinator = Coordinator::start(model, Some(&proxy::scratch("big")?))?;
+    client::posts([(coordinator.address, OTHER), (coordinator.address, TURN)], 0, 20).map_err(failed)?;
+    let before = coordinator.reset_peak().map_err(failed)?;
+    let mut client = Client::connect(coordinator.address).map_err(failed)?;
+    client.upload(TURN, BIG_BODY).map_err(failed)?;
+    let sent = coordinator.peak().map_err(failed)?;
+    client.download(TURN, BIG_BODY).map_err(failed)?;
+    let received = coordinator.peak().map_err(failed)?;
     let growth = |peak: u64| peak.saturating_sub(before) as f64 / 1024.0;
     report.add("rss_before_mb", before as f64 / 1024.0);
     report.add("rss_growth_request_mb", growth(sent));

@@ -97,8 +97,7 @@ fn answer(stream: &mut TcpStream, wanted: &Wanted, buffer: &mut [u8]) -> std::io
         return Ok(());
     }
     if wanted.events == 0 {
-        return stream
-            .write_all(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}");
+        return stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}");
     }
     stream.write_all(
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-accel-buffering: no\r\n\r\n",

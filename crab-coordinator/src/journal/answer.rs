@@ -251,45 +251,11 @@ impl AnswerReader {
     /// [`ErrorKind::NotFound`]; [`ErrorKind::Corrupt`] where the file is not a whole answer.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let io = |error| Error::io(format_args!("read {}", path.display()), error);
-        let corrupt = || Error::new(ErrorKind::Corrupt, format!("{} is not a whole answer", path.display()));
         let mut file = BufReader::with_capacity(FLUSH, File::open(path).map_err(io)?);
-        let mut hasher = Sha256::new();
-        let mut magic = [0; 8];
-        file.read_exact(&mut magic).map_err(|_| corrupt())?;
-        if &magic != MAGIC {
-            return Err(corrupt());
-        }
-        hasher.update(magic);
-        let (mut head, mut trailers, mut length) = (None, None, 0);
-        loop {
-            let (header, kind, payload) = next_record(&mut file).ok_or_else(corrupt)?;
-            match kind {
-                HEAD if head.is_none() => {
-                    let stored: StoredHead = serde_json::from_slice(&payload).map_err(|_| corrupt())?;
-                    head = Some(Head {
-                        status: StatusCode::from_u16(stored.status).map_err(|_| corrupt())?,
-                        headers: load_headers(stored.headers).ok_or_else(corrupt)?,
-                    });
-                }
-                DATA if head.is_some() && trailers.is_none() => length += payload.len() as u64,
-                TRAILERS if trailers.is_none() => {
-                    let stored = serde_json::from_slice(&payload).map_err(|_| corrupt())?;
-                    trailers = Some(load_headers(stored).ok_or_else(corrupt)?);
-                }
-                END if payload.len() == END_PAYLOAD => {
-                    let sum: [u8; 32] = hasher.finalize().into();
-                    if payload[..8] != u64::to_le_bytes(length) || payload[8..] != sum {
-                        return Err(corrupt());
-                    }
-                    break;
-                }
-                _ => return Err(corrupt()),
-            }
-            hasher.update(header);
-            hasher.update(&payload);
-        }
+        let (head, trailers) = read_whole(&mut file)
+            .ok_or_else(|| Error::new(ErrorKind::Corrupt, format!("{} is not a whole answer", path.display())))?;
         file.seek(SeekFrom::Start(MAGIC.len() as u64)).map_err(io)?;
-        Ok(Self { file, head: head.ok_or_else(corrupt)?, trailers })
+        Ok(Self { file, head, trailers })
     }
 
     /// The next piece of the body; `None` at its end. Blocks.
@@ -306,6 +272,38 @@ impl AnswerReader {
                 _ => {}
             }
         }
+    }
+}
+
+/// Reads an answer to its end; `None` where it is not whole.
+fn read_whole(file: &mut impl Read) -> Option<(Head, Option<HeaderMap>)> {
+    let mut hasher = Sha256::new();
+    let mut magic = [0; 8];
+    file.read_exact(&mut magic).ok()?;
+    if &magic != MAGIC {
+        return None;
+    }
+    hasher.update(magic);
+    let (mut head, mut trailers, mut length) = (None, None, 0);
+    loop {
+        let (header, kind, payload) = next_record(file)?;
+        match kind {
+            HEAD if head.is_none() => {
+                let stored: StoredHead = serde_json::from_slice(&payload).ok()?;
+                let status = StatusCode::from_u16(stored.status).ok()?;
+                head = Some(Head { status, headers: load_headers(stored.headers)? });
+            }
+            DATA if head.is_some() && trailers.is_none() => length += payload.len() as u64,
+            TRAILERS if trailers.is_none() => trailers = Some(load_headers(serde_json::from_slice(&payload).ok()?)?),
+            END if payload.len() == END_PAYLOAD => {
+                let sum: [u8; 32] = hasher.finalize().into();
+                let is_whole = payload[..8] == u64::to_le_bytes(length) && payload[8..] == sum;
+                return head.filter(|_| is_whole).map(|head| (head, trailers));
+            }
+            _ => return None,
+        }
+        hasher.update(header);
+        hasher.update(&payload);
     }
 }
 
@@ -329,6 +327,24 @@ pub(super) fn seems_whole(path: &Path) -> Option<u64> {
     let start = file.seek(SeekFrom::End(-tail)).ok()?;
     let (_, kind, payload) = next_record(&mut file)?;
     (kind == END && payload.len() == END_PAYLOAD).then_some(start + tail.unsigned_abs())
+}
+
+/// Any bytes are no answer; one that is made of them is, until it is cut or changed.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) fn fuzz(data: &[u8]) {
+    assert!(read_whole(&mut &*data).is_none());
+    let mut whole = MAGIC.to_vec();
+    push_record(&mut whole, HEAD, br#"{"sandbox":"box","turn":1,"key":null,"status":200,"headers":[["a","b"]]}"#);
+    data.chunks(64).for_each(|piece| push_record(&mut whole, DATA, piece));
+    let mut end = (data.len() as u64).to_le_bytes().to_vec();
+    end.extend_from_slice(&Sha256::digest(&whole));
+    push_record(&mut whole, END, &end);
+    assert!(read_whole(&mut &*whole).is_some());
+    let sum = data.iter().fold(7usize, |sum, &byte| sum.wrapping_mul(31).wrapping_add(usize::from(byte)));
+    let at = sum % whole.len();
+    assert!(read_whole(&mut &whole[..at]).is_none());
+    whole[at] ^= data.first().copied().unwrap_or(1).max(1);
+    assert!(read_whole(&mut &*whole).is_none(), "changed at {at}");
 }
 
 #[cfg(test)]

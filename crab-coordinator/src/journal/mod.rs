@@ -31,6 +31,20 @@ use tokio::task::JoinHandle;
 pub(crate) use answer::{AnswerName, AnswerReader, AnswerWriter, Head};
 pub(crate) use index::Event;
 
+/// Files of the journal, whatever is in them.
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub fn fuzz_journal(data: &[u8]) {
+    let (events, _) = index::parse(data);
+    let text: Vec<u8> = events.iter().flat_map(Event::line).collect();
+    assert_eq!(index::parse(&text), (events, 0));
+    let found = Found { events: index::parse(data).0, answers: Vec::new() };
+    let ledger = crate::turn::ledger::Ledger::load(&found);
+    let again = Found { events: ledger.events(), answers: Vec::new() };
+    assert_eq!(crate::turn::ledger::Ledger::load(&again).events(), ledger.events());
+    answer::fuzz(data);
+}
+
 /// At most so many index files are kept open.
 const OPEN_FILES: usize = 128;
 

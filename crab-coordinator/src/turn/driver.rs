@@ -50,7 +50,7 @@ pub(crate) struct Grace {
 /// One attempt to get one turn's answer.
 pub(crate) struct Driver {
     pub(crate) turns: Arc<Turns>,
-    pub(crate) asked: Asked,
+    pub(crate) asked: Arc<Asked>,
     pub(crate) number: TurnNumber,
     pub(crate) attempt: u32,
     pub(crate) gate: Arc<TurnGate>,

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crab_core::{Boundary, Digest, Error, Gate, SandboxId, Turn, TurnNumber, Verdict};
+use crab_core::{Boundary, Digest, Error, Gate, GateHold, SandboxId, Turn, TurnNumber, Verdict};
 use parking_lot::Mutex;
 use tokio::sync::{broadcast, mpsc};
 use tokio::task::JoinSet;
@@ -31,7 +31,7 @@ pub(crate) struct Asked {
     pub(crate) key: Option<Digest>,
     pub(crate) conversation: Option<Digest>,
     /// The conversation's digests after each of its elements.
-    pub(crate) prefixes: Arc<[Digest]>,
+    pub(crate) prefixes: Vec<Digest>,
 }
 
 /// What became of a request.
@@ -44,13 +44,15 @@ pub(crate) enum Admitted {
 
 /// A client's share in a turn.
 pub(crate) struct Ticket {
-    pub(crate) asked: Asked,
+    pub(crate) asked: Arc<Asked>,
     pub(crate) number: TurnNumber,
     pub(crate) attempt: u32,
     pub(crate) gate: Arc<TurnGate>,
     pub(crate) recording: Arc<Recording>,
     pub(crate) subscription: Subscription,
     pub(crate) work: Work,
+    /// Of a new turn: to be run beside the work, by the same task.
+    pub(crate) hold: Option<GateHold>,
 }
 
 /// What the holder of a ticket has to get going.
@@ -89,7 +91,7 @@ pub(crate) struct Turns {
     events: broadcast::Sender<event::Event>,
     policy: GatePolicy,
     window: usize,
-    /// Drivers and attendants. They hold this, so whoever is done with it must call `close`.
+    /// Drivers. They hold this, so whoever is done with it must call `close`.
     tasks: Mutex<JoinSet<()>>,
 }
 
@@ -142,7 +144,7 @@ impl Turns {
     }
 
     /// Gives a request its turn. Where the model has to be asked, the answer goes to `recording`, which is new.
-    pub(crate) fn admit(self: &Arc<Self>, asked: &Asked, recording: Arc<Recording>) -> Admitted {
+    pub(crate) fn admit(&self, asked: &Arc<Asked>, recording: Arc<Recording>) -> Admitted {
         let desk = self.desk(&asked.sandbox);
         let mut desk = desk.lock();
         let admission = desk.ledger.admit(asked.key);
@@ -180,7 +182,7 @@ impl Turns {
                 match (joined, known, desk.live.get(&number)) {
                     (Some((gate, recording, subscription)), known, _) => {
                         let attempt = known.map_or(1, |known| known.attempt);
-                        ticket(asked, number, attempt, gate, recording, subscription, Work::Nothing)
+                        ticket(asked, number, attempt, gate, recording, subscription, Work::Nothing, None)
                     }
                     (None, Some(known), Some(live)) if known.answer == Answer::Whole => {
                         let gate = Arc::clone(&live.gate);
@@ -233,7 +235,7 @@ impl Turns {
     /// The same turn with a recording of its own.
     fn again(
         &self,
-        asked: &Asked,
+        asked: &Arc<Asked>,
         number: TurnNumber,
         attempt: u32,
         gate: Arc<TurnGate>,
@@ -241,14 +243,14 @@ impl Turns {
         work: Work,
     ) -> Admitted {
         match recording.subscribe() {
-            Some(subscription) => ticket(asked, number, attempt, gate, recording, subscription, work),
+            Some(subscription) => ticket(asked, number, attempt, gate, recording, subscription, work, None),
             // It is new, so its beginning is there; waiting for it is right in any case.
             None => Admitted::Wait(recording),
         }
     }
 
     /// Opens a new turn and gives its boundary out.
-    fn open(self: &Arc<Self>, desk: &mut Desk, asked: &Asked, recording: Arc<Recording>, mut work: Work) -> Admitted {
+    fn open(&self, desk: &mut Desk, asked: &Arc<Asked>, recording: Arc<Recording>, mut work: Work) -> Admitted {
         let Some(subscription) = recording.subscribe() else {
             return Admitted::Wait(recording);
         };
@@ -283,8 +285,7 @@ impl Turns {
             None => give_out(),
         }
         self.trim(desk, &asked.sandbox);
-        self.spawn_attendant(asked.sandbox.clone(), number, Arc::clone(&gate), hold);
-        ticket(asked, number, 1, gate, recording, subscription, work)
+        ticket(asked, number, 1, gate, recording, subscription, work, Some(hold))
     }
 
     fn trim(&self, desk: &mut Desk, sandbox: &SandboxId) {
@@ -304,21 +305,13 @@ impl Turns {
         }
     }
 
-    fn spawn_attendant(
-        self: &Arc<Self>,
-        sandbox: SandboxId,
-        number: TurnNumber,
-        gate: Arc<TurnGate>,
-        hold: crab_core::GateHold,
-    ) {
-        let turns = Arc::clone(self);
-        self.spawn(async move {
-            gate.attend(hold, turns.policy, |verdict, held| {
-                turns.decided(&sandbox, number, verdict);
-                metrics::histogram!(names::HELD).record(held.as_secs_f64());
-            })
-            .await;
-        });
+    /// Waits for the verdict on a turn and gives it to all who wait for it.
+    pub(crate) async fn attend(&self, sandbox: &SandboxId, number: TurnNumber, gate: &TurnGate, hold: GateHold) {
+        gate.attend(hold, self.policy, |verdict, held| {
+            self.decided(sandbox, number, verdict);
+            metrics::histogram!(names::HELD).record(held.as_secs_f64());
+        })
+        .await;
     }
 
     fn decided(&self, sandbox: &SandboxId, number: TurnNumber, verdict: &Verdict) {
@@ -496,16 +489,19 @@ impl Desk {
     }
 }
 
+#[allow(clippy::too_many_arguments, reason = "they are the ticket's fields")]
 fn ticket(
-    asked: &Asked,
+    asked: &Arc<Asked>,
     number: TurnNumber,
     attempt: u32,
     gate: Arc<TurnGate>,
     recording: Arc<Recording>,
     subscription: Subscription,
     work: Work,
+    hold: Option<GateHold>,
 ) -> Admitted {
-    Admitted::Turn(Box::new(Ticket { asked: asked.clone(), number, attempt, gate, recording, subscription, work }))
+    let asked = Arc::clone(asked);
+    Admitted::Turn(Box::new(Ticket { asked, number, attempt, gate, recording, subscription, work, hold }))
 }
 
 /// Removes answers that no turn refers to, and writes an index anew that has grown far beyond what it says.
