@@ -63,10 +63,18 @@ struct {
 	__type(value, u32);
 } roots SEC(".maps");
 
+/* A device, as the kernel numbers it, to the sandbox whose files lie on it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, MOST_SANDBOXES);
+	__type(key, u64);
+	__type(value, u32);
+} devices SEC(".maps");
+
 /* Counts what others than sandboxes may have done to files of any of them. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, 1);
+	__uint(max_entries, OUTSIDES);
 	__type(key, u32);
 	__type(value, u64);
 } outside SEC(".maps");
@@ -576,7 +584,13 @@ static __always_inline int kind_of(struct task_struct *task, long fd, bool *writ
 /* O_CREAT, O_TRUNC, __O_TMPFILE: the same numbers on both architectures */
 #define MAKES_FILES 020001100
 
-/* What a system call that succeeded may have done to files: everything that is not known to do nothing. */
+/* Errors that may come after something was done: a file that was made for a descriptor that then could not be had. */
+static __always_inline bool fails_late(long ret)
+{
+	return ret == -5 /* EIO */ || ret == -22 /* EINVAL */ || ret == -28 /* ENOSPC */ || ret == -122 /* EDQUOT */;
+}
+
+/* What a system call that succeeded, or failed late, may have done to files: everything that is not known to do nothing. */
 static __always_inline u32 files_touched(struct task_struct *task, struct pt_regs *regs, long nr, long ret)
 {
 	bool writable = false;
@@ -626,10 +640,9 @@ static __always_inline u32 files_touched(struct task_struct *task, struct pt_reg
 	return kind_of(task, fd, &writable) == STREAM ? 0 : LEFT_FILES;
 }
 
-static __always_inline void count_outside(void)
+static __always_inline void count_outside(u32 what)
 {
-	u32 zero = 0;
-	u64 *count = bpf_map_lookup_elem(&outside, &zero);
+	u64 *count = bpf_map_lookup_elem(&outside, &what);
 
 	if (count)
 		__sync_fetch_and_add(count, 1);
@@ -675,7 +688,7 @@ int BPF_PROG(on_btrfs_room, struct btrfs_fs_info *fs, const char *type, u64 what
 	task = bpf_get_current_task_btf();
 	/* A thread of the kernel works off what was seen when it was asked for, or shows below. */
 	if (!(task->flags & 0x00200000) && !keeps_house(task))
-		count_outside();
+		count_outside(OUTSIDE_BTRFS);
 	return 0;
 }
 
@@ -693,12 +706,145 @@ int BPF_PROG(on_btrfs_data, struct btrfs_root *root, u64 inode, int more, unsign
 	if (!sandbox)
 		return 0;
 	if (*sandbox == SHARED_ROOT) {
-		count_outside();
+		count_outside(OUTSIDE_BTRFS);
 		return 0;
 	}
 	slot = slot_of(*sandbox);
 	if (slot)
 		leave(slot, LEFT_FILES, 0);
+	return 0;
+}
+
+/*
+ * Other file systems than btrfs are known by their device. What a sandbox's own tasks do to files shows by their system
+ * calls, and a read that sets an access time is not to count. So changes of metadata count where others make them, and
+ * data that is written counts whoever writes it: through a mapping, or a loop device.
+ */
+enum change {
+	/* Metadata that a thread of the kernel changes when it writes back what was written before. */
+	OF_TIMES,
+	OF_SPACE,
+	/* Metadata else. */
+	OF_NAMES,
+	OF_DATA,
+};
+
+#define PF_IO_WORKER 0x00000010
+#define PF_WQ_WORKER 0x00000020
+
+static __always_inline void device_changed(u32 device, enum change change)
+{
+	struct task_struct *task;
+	struct slot *slot;
+	u32 own, *sandbox;
+	u64 key = device;
+
+	sandbox = bpf_map_lookup_elem(&devices, &key);
+	if (!sandbox)
+		return;
+	own = current_sandbox();
+	task = bpf_get_current_task_btf();
+	if (own && (change == OF_DATA || task->flags & PF_IO_WORKER)) {
+		slot = slot_of(own - 1);
+		if (slot)
+			leave(slot, LEFT_FILES, 0);
+	}
+	/* What one sandbox does is not another's, though they share a device: it has no way to the other's files. */
+	if (own)
+		return;
+	/* Not even what looks like an access time is let pass: a store to a mapping may be no more than that. */
+	if (task->flags & PF_WQ_WORKER && (change == OF_SPACE || change == OF_TIMES))
+		return;
+	if (*sandbox == SHARED_ROOT) {
+		count_outside(OUTSIDE_DEVICES);
+		return;
+	}
+	slot = slot_of(*sandbox);
+	if (slot)
+		leave(slot, LEFT_FILES, 0);
+}
+
+static __always_inline u32 device_of(struct inode *inode)
+{
+	return BPF_CORE_READ(inode, i_sb, s_dev);
+}
+
+/* Why ext4 begins to write its journal. */
+static __always_inline enum change ext4_change(int why)
+{
+	switch (why) {
+	case 1: /* an inode that is dirty */
+		return OF_TIMES;
+	case 2: /* pages are written back */
+	case 3: /* blocks are given to them */
+	case 11: /* blocks that were set aside are used */
+		return OF_SPACE;
+	}
+	return OF_NAMES;
+}
+
+SEC("raw_tp/ext4_journal_start_inode")
+int BPF_PROG(on_ext4_inode, struct inode *inode, int blocks, int reserved, int revoked, int why)
+{
+	device_changed(device_of(inode), ext4_change(why));
+	return 0;
+}
+
+SEC("raw_tp/ext4_journal_start_sb")
+int BPF_PROG(on_ext4, struct super_block *fs, int blocks, int reserved, int revoked, int why)
+{
+	device_changed(BPF_CORE_READ(fs, s_dev), ext4_change(why));
+	return 0;
+}
+
+SEC("raw_tp/ext4_da_write_begin")
+int BPF_PROG(on_ext4_write, struct inode *inode)
+{
+	device_changed(device_of(inode), OF_DATA);
+	return 0;
+}
+
+SEC("raw_tp/ext4_write_begin")
+int BPF_PROG(on_ext4_write_at_once, struct inode *inode)
+{
+	device_changed(device_of(inode), OF_DATA);
+	return 0;
+}
+
+SEC("raw_tp/xfs_trans_alloc")
+int BPF_PROG(on_xfs, struct xfs_trans *transaction)
+{
+	device_changed(BPF_CORE_READ(transaction, t_mountp, m_super, s_dev), OF_TIMES);
+	return 0;
+}
+
+SEC("raw_tp/xfs_file_buffered_write")
+int BPF_PROG(on_xfs_write, struct kiocb *io)
+{
+	device_changed(device_of(BPF_CORE_READ(io, ki_filp, f_inode)), OF_DATA);
+	return 0;
+}
+
+SEC("raw_tp/xfs_free_file_space")
+int BPF_PROG(on_xfs_hole, struct xfs_inode *inode)
+{
+	device_changed(BPF_CORE_READ(inode, i_mount, m_super, s_dev), OF_DATA);
+	return 0;
+}
+
+/* A page that is clean is stored to, through a mapping or by a write. */
+SEC("raw_tp/writeback_dirty_folio")
+int BPF_PROG(on_dirty, void *folio, struct address_space *mapping)
+{
+	device_changed(device_of(BPF_CORE_READ(mapping, host)), OF_DATA);
+	return 0;
+}
+
+SEC("raw_tp/iomap_dio_rw_begin")
+int BPF_PROG(on_direct, struct kiocb *io, struct iov_iter *iter)
+{
+	if (BPF_CORE_READ(iter, data_source))
+		device_changed(device_of(BPF_CORE_READ(io, ki_filp, f_inode)), OF_DATA);
 	return 0;
 }
 
@@ -721,7 +867,7 @@ int BPF_PROG(on_syscall, struct pt_regs *regs, long ret)
 		return 0;
 	}
 	nr = SYSCALL_NR(regs);
-	if (ret >= 0)
+	if (ret >= 0 || fails_late(ret))
 		leave(slot, files_touched(task, regs, nr, ret), nr);
 	if (inert(task, regs, nr, ret))
 		return 0;

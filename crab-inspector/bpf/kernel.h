@@ -60,6 +60,7 @@ struct css_set {
 };
 
 struct super_block {
+	u32 s_dev;
 	unsigned long s_magic;
 };
 
@@ -75,6 +76,18 @@ struct file {
 	unsigned int f_mode;
 	struct inode *f_inode;
 	void *private_data;
+};
+
+struct address_space {
+	struct inode *host;
+};
+
+struct kiocb {
+	struct file *ki_filp;
+};
+
+struct iov_iter {
+	bool data_source;
 };
 
 struct in6_addr {
@@ -133,6 +146,18 @@ struct btrfs_root {
 
 struct btrfs_fs_info {
 	u64 generation;
+};
+
+struct xfs_mount {
+	struct super_block *m_super;
+};
+
+struct xfs_inode {
+	struct xfs_mount *i_mount;
+};
+
+struct xfs_trans {
+	struct xfs_mount *t_mountp;
 };
 
 struct task_struct {

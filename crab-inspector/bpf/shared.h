@@ -12,8 +12,12 @@
 /* Different depths of cgroups under which sandboxes lie. */
 #define MOST_LEVELS 4
 
-/* In place of a sandbox: several share the number of their root. */
+/* In place of a sandbox: several share the number of their root, or the device that it lies on. */
 #define SHARED_ROOT ((u32)-1)
+/* What is counted of others than sandboxes: changes to btrfs, and to devices that several sandboxes share. */
+#define OUTSIDE_BTRFS 0
+#define OUTSIDE_DEVICES 1
+#define OUTSIDES 2
 
 /* What stays behind of a task that is gone. */
 enum left {

@@ -1,17 +1,73 @@
-//! Whether the files of a sandbox differ from those of its last version, without events.
+//! Whether the files of a sandbox differ from those of its last version, found by looking at them.
 
 use std::path::{Path, PathBuf};
 
 use crab_core::{Change, Evidence, Unknown};
+use rustix::time::{ClockId, clock_gettime};
 
-use crate::btrfs::{self, Lineage, Subvolume};
-use crate::net::{Difference, Limits, Stop};
+use crate::bpf::Place;
+use crate::btrfs::{Lineage, Subvolume};
+use crate::folder::Folder;
+use crate::net::{Difference, Limits, Stamp, Stop};
+use crate::tree::{self, Age, Directory};
 
 /// What a take saw of the files.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Mark {
-    uuid: [u8; 16],
-    generation: u64,
+pub(crate) enum Mark {
+    /// How far a subvolume was.
+    Generation { uuid: [u8; 16], generation: u64 },
+    /// When it was, where later changes are told of.
+    Moment(Moment),
+    /// When it was, and all of it where that was read.
+    Read { clock: Clock, digest: Option<[u8; 32]> },
+}
+
+/// A moment from which on changes are told of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Moment {
+    /// The interval that had begun, and what had been counted of others' doings.
+    pub(crate) epoch: u64,
+    pub(crate) outside: u64,
+    clock: Clock,
+}
+
+impl Moment {
+    pub(crate) fn now(epoch: u64, outside: u64) -> Self {
+        Self { epoch, outside, clock: Clock::now() }
+    }
+}
+
+/// A time by the clock that files' times are of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Clock {
+    now: Stamp,
+    /// Nanoseconds that it is ahead of the time since boot: another after it was set.
+    ahead: i128,
+}
+
+/// A file's time may be so much older than the moment it was set: a clock tick, and more.
+const COARSE: i64 = 20_000_000;
+
+impl Clock {
+    fn now() -> Self {
+        let of = |clock| {
+            let time = clock_gettime(clock);
+            i128::from(time.tv_sec) * 1_000_000_000 + i128::from(time.tv_nsec)
+        };
+        let real = of(ClockId::Realtime);
+        let past = real - i128::from(COARSE);
+        let now = Stamp {
+            seconds: i64::try_from(past.div_euclid(1_000_000_000)).unwrap_or(i64::MIN),
+            // Below 10^9.
+            nanoseconds: past.rem_euclid(1_000_000_000) as u32,
+        };
+        Self { now, ahead: real - of(ClockId::Boottime) }
+    }
+
+    /// Whether nobody set the clock between the two.
+    fn goes_on_to(&self, later: &Self) -> bool {
+        (self.ahead - later.ahead).abs() < i128::from(COARSE) / 4
+    }
 }
 
 /// What the files are compared with.
@@ -19,6 +75,8 @@ pub(crate) struct Mark {
 pub(crate) enum Base {
     /// A snapshot of the subvolume, and up to which generation it is known to be equal.
     Snapshot { lineage: Lineage, equal_at: u64 },
+    /// A copy of the tree, made after a time.
+    Tree { old: Directory, made_after: Option<Clock> },
     /// Only what a take saw.
     Mark(Mark),
 }
@@ -27,34 +85,46 @@ pub(crate) enum Base {
 #[derive(Debug)]
 pub(crate) enum Root {
     Subvolume(Subvolume),
-    /// Something that cannot be compared, and what it is.
+    Folder(Folder),
+    /// Something that cannot be observed, and what it is.
     Other(String),
 }
 
 impl Root {
-    /// The number of the subvolume.
-    pub(crate) fn number(&self) -> Option<u64> {
+    /// By what the kernel tells of changes to it.
+    pub(crate) fn place(&self) -> Place {
         match self {
-            Self::Subvolume(subvolume) => subvolume.number().ok(),
+            Self::Subvolume(subvolume) => subvolume.number().map_or(Place::Nowhere, Place::Subvolume),
+            Self::Folder(folder) => folder.place,
+            Self::Other(_) => Place::Nowhere,
+        }
+    }
+
+    /// The device number that its files bear, where that is one.
+    pub(crate) fn device(&self) -> Option<u64> {
+        match self {
+            Self::Subvolume(subvolume) => subvolume.device().ok(),
+            Self::Folder(folder) if folder.is_overlay() => None,
+            Self::Folder(folder) => folder.top.stat().ok().map(|stat| stat.st_dev),
             Self::Other(_) => None,
         }
     }
 
-    /// The device number that its files bear.
-    pub(crate) fn device(&self) -> Option<u64> {
+    /// The device number of its topmost directory.
+    pub(crate) fn top_device(&self) -> Option<u64> {
         match self {
-            Self::Subvolume(subvolume) => subvolume.device().ok(),
-            Self::Other(_) => None,
+            Self::Folder(folder) => folder.top.stat().ok().map(|stat| stat.st_dev),
+            other => other.device(),
         }
     }
 
     pub(crate) fn open(path: &Path) -> std::io::Result<Self> {
-        Ok(match Subvolume::open(path)? {
-            Some(subvolume) => Self::Subvolume(subvolume),
-            None => Self::Other(format!(
-                "the root is {}, and only a btrfs subvolume can be compared without BPF",
-                btrfs::filesystem_name(path)
-            )),
+        if let Some(subvolume) = Subvolume::open(path)? {
+            return Ok(Self::Subvolume(subvolume));
+        }
+        Ok(match Folder::open(path)? {
+            Ok(folder) => Self::Folder(folder),
+            Err(why) => Self::Other(why),
         })
     }
 }
@@ -76,37 +146,132 @@ impl Look {
     fn failed(what: &str, error: &std::io::Error) -> Self {
         Self::unknown(Unknown::Failed(format!("{what}: {error}")))
     }
+
+    fn equal(&mut self) {
+        self.change = Change::Unchanged;
+        self.difference = Some(Difference::default());
+    }
+}
+
+/// What is known besides the files themselves.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Known {
+    /// The moment of the look, where changes after it will be told of.
+    pub(crate) moment: Option<Moment>,
+    /// Files may have been changed by storing to memory, which leaves no time.
+    pub(crate) mapped: bool,
+    pub(crate) limits: Limits,
 }
 
 /// The base that a version's files make, given where they can be read and what the take before it saw.
 pub(crate) fn base(root: &Root, tree: Option<&PathBuf>, mark: Option<Mark>) -> Option<Base> {
-    if let (Root::Subvolume(live), Some(path)) = (root, tree) {
-        let lineage =
-            Subvolume::open(path).ok().flatten().and_then(|snapshot| Lineage::of(live, snapshot).ok().flatten());
-        if let Some(lineage) = lineage {
-            let equal_at = lineage.untouched;
-            return Some(Base::Snapshot { lineage, equal_at });
+    match (root, tree) {
+        (Root::Subvolume(live), Some(path)) => {
+            let lineage =
+                Subvolume::open(path).ok().flatten().and_then(|snapshot| Lineage::of(live, snapshot).ok().flatten());
+            if let Some(lineage) = lineage {
+                let equal_at = lineage.untouched;
+                return Some(Base::Snapshot { lineage, equal_at });
+            }
         }
+        (Root::Folder(live), Some(path)) => {
+            if let Some(old) = Directory::open(path).ok().filter(|old| apart(&live.top, old)) {
+                let made_after = match mark {
+                    Some(Mark::Moment(Moment { clock, .. }) | Mark::Read { clock, .. }) => Some(clock),
+                    _ => None,
+                };
+                return Some(Base::Tree { old, made_after });
+            }
+        }
+        _ => {}
     }
     mark.map(Base::Mark)
 }
 
+/// Whether two are not the same directory.
+fn apart(a: &Directory, b: &Directory) -> bool {
+    let (Ok(a), Ok(b)) = (a.stat(), b.stat()) else {
+        return false;
+    };
+    (a.st_dev, a.st_ino) != (b.st_dev, b.st_ino)
+}
+
 /// So often a comparison begins anew because the files were written meanwhile.
-const ATTEMPTS: usize = 3;
+pub(crate) const ATTEMPTS: usize = 3;
 
 /// Looks at the files.
-pub(crate) fn look(root: &Root, base: Option<&mut Base>, limits: Limits) -> Look {
-    let live = match root {
-        Root::Subvolume(live) => live,
-        Root::Other(why) => return Look::unknown(Unknown::Unobservable(why.clone())),
+pub(crate) fn look(root: &Root, base: Option<&mut Base>, known: Known) -> Look {
+    match root {
+        Root::Subvolume(live) => look_at_subvolume(live, base, known.limits),
+        Root::Folder(live) => look_at_folder(live, base.as_deref(), known),
+        Root::Other(why) => Look::unknown(Unknown::Unobservable(why.clone())),
+    }
+}
+
+/// All that is found equal was so at its own moment; whether nothing was written meanwhile is for the caller to tell.
+fn look_at_folder(live: &Folder, base: Option<&Base>, known: Known) -> Look {
+    let clock = known.moment.map_or_else(Clock::now, |moment| moment.clock);
+    let mark = known.moment.map_or(Mark::Read { clock, digest: None }, Mark::Moment);
+    let mut look = Look { change: Change::Unknown(Unknown::NoBase), mark: Some(mark), difference: None };
+    match base {
+        Some(Base::Tree { old, made_after }) => {
+            let age = Age {
+                after: made_after.map_or(Stamp { seconds: i64::MAX, nanoseconds: 0 }, |clock| clock.now),
+                times_tell: !known.mapped && made_after.is_some_and(|then| then.goes_on_to(&clock)),
+            };
+            match tree::compare(&live.top, old, age, known.limits) {
+                Ok((difference, _)) if difference.is_empty() => look.equal(),
+                Ok((difference, examples)) => {
+                    look.change = Change::Changed(Evidence::Files { count: difference.count, examples });
+                    look.difference = Some(difference);
+                }
+                Err(Stop::TooMuch(what)) => look.change = changed(what),
+                Err(Stop::Failed(error)) => look.change = cannot_compare(&error),
+            }
+        }
+        Some(Base::Mark(Mark::Moment(_))) => {
+            look.change = changed("files may have been written, and there is no copy to compare with");
+        }
+        _ if known.moment.is_none() => read_whole(live, base, clock, known.limits, &mut look),
+        _ => {}
+    }
+    look
+}
+
+/// Where nothing tells of changes and there is no copy, all of it is remembered by a digest.
+fn read_whole(live: &Folder, base: Option<&Base>, clock: Clock, limits: Limits, look: &mut Look) {
+    let was = match base {
+        Some(Base::Mark(Mark::Read { digest, .. })) => *digest,
+        _ => None,
     };
+    match (live.digest(limits), was) {
+        (Ok(now), was) => {
+            look.mark = Some(Mark::Read { clock, digest: Some(now) });
+            match was {
+                Some(was) if was == now => look.equal(),
+                Some(_) => look.change = changed("files differ"),
+                None => {}
+            }
+        }
+        (Err(error), _) => {
+            let why = format!("changes to the root's file system do not show, and {error}");
+            look.change = Change::Unknown(Unknown::Unobservable(why));
+        }
+    }
+}
+
+fn cannot_compare(error: &std::io::Error) -> Change {
+    Change::Unknown(Unknown::Failed(format!("cannot compare the files: {error}")))
+}
+
+fn look_at_subvolume(live: &Subvolume, base: Option<&mut Base>, limits: Limits) -> Look {
     let mut info = match live.settled() {
         Ok(info) => info,
         Err(error) => return Look::failed("cannot read the subvolume's generation", &error),
     };
     let mut look = Look {
         change: Change::Unknown(Unknown::NoBase),
-        mark: Some(Mark { uuid: info.uuid, generation: info.generation }),
+        mark: Some(Mark::Generation { uuid: info.uuid, generation: info.generation }),
         difference: None,
     };
     let Some(base) = base else { return look };
@@ -133,11 +298,12 @@ pub(crate) fn look(root: &Root, base: Option<&mut Base>, limits: Limits) -> Look
             return look;
         }
         Base::Snapshot { lineage, equal_at } => (lineage, equal_at),
+        // Only folders have one.
+        Base::Tree { .. } => return look,
     };
     for _ in 0..ATTEMPTS {
         if info.generation == *equal_at {
-            look.change = Change::Unchanged;
-            look.difference = Some(Difference::default());
+            look.equal();
             return look;
         }
         let compared = lineage.compare(live, limits);
@@ -152,7 +318,10 @@ pub(crate) fn look(root: &Root, base: Option<&mut Base>, limits: Limits) -> Look
                 look.change = changed(what);
                 return look;
             }
-            Err(Stop::Failed(error)) => return Look::failed("cannot compare the files", &error),
+            Err(Stop::Failed(error)) => {
+                look.change = cannot_compare(&error);
+                return look;
+            }
         }
         // All was equal, each part at its moment. That is a state that was there only if nothing was written meanwhile.
         match live.settled() {
@@ -162,12 +331,16 @@ pub(crate) fn look(root: &Root, base: Option<&mut Base>, limits: Limits) -> Look
         }
     }
     if info.generation == *equal_at {
-        look.change = Change::Unchanged;
-        look.difference = Some(Difference::default());
+        look.equal();
     } else {
-        look.change = changed("files are written while they are compared");
+        look.change = written_meanwhile();
     }
     look
+}
+
+/// A comparison that did not come to an end.
+pub(crate) fn written_meanwhile() -> Change {
+    changed("files are written while they are compared")
 }
 
 fn changed(why: &str) -> Change {

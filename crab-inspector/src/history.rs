@@ -149,6 +149,11 @@ impl History {
         all
     }
 
+    /// Whether nothing that happened from the beginning of an interval on was dropped.
+    pub(crate) fn is_whole_since(&self, epoch: u64) -> bool {
+        epoch >= self.first
+    }
+
     /// Drops what happened before an interval.
     pub(crate) fn forget_before(&mut self, epoch: u64) {
         self.first = self.first.max(epoch);

@@ -31,8 +31,8 @@ pub(crate) struct Holdings {
 const MOST: usize = 100_000;
 
 impl Holdings {
-    /// Looks at processes. `root` is the device of the root file system.
-    pub(crate) fn look(processes: &BTreeSet<u32>, root: u64) -> io::Result<Self> {
+    /// Looks at processes. `root` is the device of the root file system; without one, everything with a path counts.
+    pub(crate) fn look(processes: &BTreeSet<u32>, root: Option<u64>) -> io::Result<Self> {
         let mut held = Self::default();
         let mut left = MOST;
         for &process in processes {
@@ -44,7 +44,7 @@ impl Holdings {
         Ok(held)
     }
 
-    fn process(&mut self, process: u32, root: u64, left: &mut usize) -> io::Result<()> {
+    fn process(&mut self, process: u32, root: Option<u64>, left: &mut usize) -> io::Result<()> {
         let folder = Path::new("/proc").join(process.to_string());
         for link in ["cwd", "root", "exe"] {
             self.link(process, &folder.join(link), root)?;
@@ -70,7 +70,7 @@ impl Holdings {
         Ok(())
     }
 
-    fn mapped(&mut self, process: u32, folder: &Path, root: u64, mapping: &Mapping<'_>) -> io::Result<()> {
+    fn mapped(&mut self, process: u32, folder: &Path, root: Option<u64>, mapping: &Mapping<'_>) -> io::Result<()> {
         // Named memory that has no file (memfd, SysV) shows as deleted; private mappings of it are private.
         let path = Path::new(std::ffi::OsStr::from_bytes(mapping.path));
         let meta = match fs::symlink_metadata(folder.join("root").join(relative(path))) {
@@ -85,13 +85,13 @@ impl Holdings {
         };
         if meta.ino() != mapping.inode {
             self.nameless.get_or_insert_with(|| mapping.name());
-        } else if meta.dev() == root {
+        } else if root.is_none_or(|root| meta.dev() == root) {
             self.files.insert((process, path.to_owned(), mapping.inode));
         }
         Ok(())
     }
 
-    fn link(&mut self, process: u32, link: &Path, root: u64) -> io::Result<()> {
+    fn link(&mut self, process: u32, link: &Path, root: Option<u64>) -> io::Result<()> {
         let to = match fs::read_link(link) {
             Err(error) if gone(&error) => return Ok(()),
             other => other?,
@@ -111,7 +111,7 @@ impl Holdings {
                 Err(error) if gone(&error) => return Ok(()),
                 other => other?,
             };
-            if meta.dev() == root {
+            if root.is_none_or(|root| meta.dev() == root) {
                 if meta.nlink() == 0 || text.ends_with(b" (deleted)") {
                     self.nameless.get_or_insert_with(|| to.display().to_string());
                 }
@@ -130,7 +130,7 @@ impl Holdings {
     }
 
     /// The first held file that a difference touches, itself or by the path that leads to it.
-    pub(crate) fn touched_by(&self, difference: &Difference, root: u64) -> Option<String> {
+    pub(crate) fn touched_by(&self, difference: &Difference, root: Option<u64>) -> Option<String> {
         if let Some(name) = &self.nameless {
             return Some(name.clone());
         }
@@ -144,8 +144,9 @@ impl Holdings {
                 let Ok(meta) = fs::symlink_metadata(top.join(at)) else {
                     return Some(path.display().to_string());
                 };
-                let moved = i == 0 && (meta.dev(), meta.ino()) != (root, *inode);
-                if moved || meta.dev() == root && differs(&meta.ino()) {
+                let own = root.is_none_or(|root| meta.dev() == root);
+                let moved = i == 0 && !(own && meta.ino() == *inode);
+                if moved || own && differs(&meta.ino()) {
                     return Some(path.display().to_string());
                 }
             }
@@ -324,7 +325,7 @@ mod tests {
     fn this_process_is_seen() {
         let me = BTreeSet::from([std::process::id()]);
         let exe = fs::metadata("/proc/self/exe").unwrap();
-        let held = Holdings::look(&me, exe.dev()).unwrap();
+        let held = Holdings::look(&me, Some(exe.dev())).unwrap();
         assert!(held.holds_files());
         assert!(held.files.iter().any(|(_, _, inode)| *inode == exe.ino()));
     }

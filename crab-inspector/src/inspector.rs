@@ -13,8 +13,8 @@ use crab_core::{
 };
 
 use crate::bpf::layout::{Destination, NOBODY, left};
-use crate::bpf::{Kernel, Registered};
-use crate::filesystem::{self, Base, Mark, Root};
+use crate::bpf::{FileSystem, Kernel, Place, Registered};
+use crate::filesystem::{self, Base, Known, Look, Mark, Moment, Root};
 use crate::history::{History, Interval, nobody_before};
 use crate::holdings::{Holdings, maps_files};
 use crate::ledger::Ledger;
@@ -99,14 +99,20 @@ impl InspectorBuilder {
 /// - nothing that came and went left anything behind: in kernel state (ipc, mounts, memory or limits of others, keys),
 ///   in a pipe, socket or terminal that a process of the version holds, or in a tmpfs.
 ///
-/// **Files** are judged as by [`PollingInspector`](crate::PollingInspector), but a look at them is left out while nothing
-/// can have changed them since the last one: tasks of the sandbox made only system calls that are known to change no
-/// file, none of them could store to a mapped file, and nobody else wrote to the root or to the metadata of any btrfs.
-/// This needs a kernel with btrfs built in. Files that changed while a process of the
-/// version holds them, or a path that leads to them, make the processes changed too ([`Evidence::Crossing`]).
+/// **Files** of a btrfs subvolume are compared with the version's snapshot as by
+/// [`PollingInspector`](crate::PollingInspector), those of a root on ext4, xfs, or an overlay of such or of btrfs with
+/// the copy that [`Rebase::tree`] names, name by name. Where there is no copy, what may have been written counts as
+/// changed. But a look at them is left out while nothing can have changed them since the last one: tasks of the sandbox
+/// made only system calls that are known to change no file, none of them could store to a mapped file, and nobody else
+/// wrote: to the subvolume or the metadata of any btrfs, or to the device that the root lies on. Without tracepoints for
+/// it in the kernel, and on tmpfs, which has none, each take looks. Files that changed while a process of the version
+/// holds them, or a path that leads to them, make the processes changed too ([`Evidence::Crossing`]).
 ///
 /// Limits: a process outside the sandbox that writes into the memory of one inside, or into a pipe or socket of one that
-/// does not wait for it, is not seen; nor is a change to a network namespace.
+/// does not wait for it, is not seen; nor is a change to a network namespace, or to the lower folder of an overlay. Two
+/// sandboxes that share a device are taken not to write to each other's roots. In a copy that is compared with, a file
+/// that was rewritten to what it was differs by its time, and hard links are told by their count. Reads set access
+/// times, which others' reads cannot be told from writes by: mount with `noatime`.
 #[derive(Debug)]
 pub struct Inspector {
     settings: Arc<InspectorBuilder>,
@@ -143,11 +149,18 @@ impl StateDelta for Inspector {
             Root::open(&sandbox.root).map_err(|error| Error::io(format!("open {}", sandbox.root.display()), error))?;
         // The old watch first: its cgroup may be the same one.
         self.sandboxes.remove(&sandbox.id);
+        let place = root.place();
+        let registered = self.kernel.register(&sandbox.cgroup, place, now())?;
         let watched = Watched {
             settings: self.settings.clone(),
-            registered: self.kernel.register(&sandbox.cgroup, root.number(), now())?,
+            registered,
             kernel: self.kernel.clone(),
-            device: root.device().unwrap_or(0),
+            told: match place {
+                Place::Subvolume(_) => self.kernel.sees(FileSystem::Btrfs),
+                Place::Device(what, _) => self.kernel.sees(what),
+                Place::Nowhere => false,
+            },
+            device: root.device(),
             root,
             cgroup: sandbox.cgroup.clone(),
             ledger: Ledger::new(self.sandboxes.token()),
@@ -159,6 +172,7 @@ impl StateDelta for Inspector {
             mark: None,
             settled: None,
             mapped: true,
+            asynchronous: false,
         };
         self.sandboxes.insert(&sandbox.id, watched);
         Ok(())
@@ -202,7 +216,10 @@ struct Watched {
     kernel: Arc<Kernel>,
     registered: Registered,
     root: Root,
-    device: u64,
+    /// The device that the root's files bear, where they all bear the same.
+    device: Option<u64>,
+    /// Changes of files by others than the sandbox are told of.
+    told: bool,
     cgroup: PathBuf,
     ledger: Ledger<Option<Mark>, Option<Seen>>,
     files: Option<Base>,
@@ -216,6 +233,8 @@ struct Watched {
     settled: Option<Settled>,
     /// A process may have a file mapped that it can change by storing to memory.
     mapped: bool,
+    /// A process can have files changed without a system call of its own.
+    asynchronous: bool,
     /// What the processes of the version hold, once it was needed. It stays true while they do nothing.
     holdings: Option<Arc<Holdings>>,
 }
@@ -250,6 +269,7 @@ impl Watched {
         }
         let process = self.verdict.clone()?;
         self.last = Some(seen.clone());
+        self.mark_moment(outside);
         let effects = self.effects();
         self.ledger.record(token, self.mark.clone(), Some(seen));
         Some(Delta { filesystem: Change::Unchanged, process, effects, token: Token(token) })
@@ -267,7 +287,10 @@ impl Watched {
         };
         self.verdict = seen.is_some().then(|| process.clone());
         let (mut filesystem, difference) = match read {
-            Ok((_, outside)) if !self.files_touched(outside) => (Change::Unchanged, Some(Difference::default())),
+            Ok((_, outside)) if !self.files_touched(outside) => {
+                self.mark_moment(outside);
+                (Change::Unchanged, Some(Difference::default()))
+            }
             Ok((_, outside)) => self.look_at_files(Some(outside)),
             Err(_) => self.look_at_files(None),
         };
@@ -295,6 +318,7 @@ impl Watched {
                 self.last = None;
                 self.settled = None;
                 self.mapped = true;
+                self.asynchronous = true;
                 self.history.add(Interval {
                     oldest_actor: 0,
                     oldest_runner: 0,
@@ -320,6 +344,7 @@ impl Watched {
                 }
             }
             self.mapped |= interval.left & left::MAPPED != 0;
+            self.asynchronous |= interval.left & left::ASYNC != 0;
             self.history.add(interval);
         }
         Ok((time, reading.outside))
@@ -345,7 +370,9 @@ impl Watched {
                 self.last = None;
                 let census = Census::take(&self.cgroup)?;
                 let processes = census.processes();
-                let mounts = mounts::look(&processes, self.device)?;
+                let mounts = mounts::look(&processes, self.root.top_device())?;
+                // Whoever could do so is gone.
+                self.asynchronous &= !processes.is_empty();
                 // What is mapped while this looks is noted in the new interval.
                 if self.mapped && !maps_files(&processes)? {
                     // None of the threads that were looked at has gone, and none that was not has come.
@@ -361,15 +388,25 @@ impl Watched {
 
     /// Whether a file may have changed since the files were last found to be those of the version.
     fn files_touched(&self, outside: u64) -> bool {
-        let Some(settled) = self.settled else {
-            return true;
-        };
+        self.settled.is_none_or(|settled| self.touched_since(settled, outside))
+    }
+
+    fn touched_since(&self, settled: Settled, outside: u64) -> bool {
         let since = self.history.since(settled.epoch);
         let may_store = self.mapped || since.left & left::MAPPED != 0;
-        !self.kernel.sees_btrfs()
+        // Once files can change without a task that does it, they have to be looked at.
+        !self.told
+            || self.asynchronous
             || outside != settled.outside
             || since.left & (left::FILES | left::ASYNC | left::COMPAT) != 0
             || may_store && since.oldest_runner != NOBODY
+    }
+
+    /// Where the kernel tells of changes, that the files are what they are now is all there is to remember.
+    fn mark_moment(&mut self, outside: u64) {
+        if self.told && matches!(self.root, Root::Folder(_)) {
+            self.mark = Some(Mark::Moment(Moment::now(self.registered.epoch(), outside)));
+        }
     }
 
     /// Looks at the files. `outside` was read before.
@@ -379,15 +416,41 @@ impl Watched {
             tracing::trace!(left = since.left, call = since.files_act, "the files have to be looked at");
             metrics::counter!("crab_inspector_file_looks_total").increment(1);
         }
-        let look = filesystem::look(&self.root, self.files.as_mut(), self.settings.limits);
+        let begun = outside.map(|outside| Settled { epoch: self.registered.epoch(), outside });
+        let look = self.look_until_at_rest(begun);
         let equal = look.change == Change::Unchanged;
-        // Once files can change without a task that does it, they have to be looked at.
-        let asynchronous = self.history.since(0).left & left::ASYNC != 0;
-        self.settled = outside
-            .filter(|_| equal && !asynchronous)
-            .map(|outside| Settled { epoch: self.registered.epoch(), outside });
+        let settles = equal && self.told && !self.asynchronous;
+        match (&self.root, begun.filter(|_| settles)) {
+            // What was told of since a version stays told, whatever one look found.
+            (Root::Folder(_), None) => {}
+            (_, settled) => self.settled = settled,
+        }
         self.mark = look.mark;
         (look.change, look.difference)
+    }
+
+    fn look_until_at_rest(&mut self, begun: Option<Settled>) -> Look {
+        let mapped = self.mapped || self.asynchronous;
+        let moment = begun.filter(|_| self.told).map(|begun| Moment::now(begun.epoch, begun.outside));
+        let known = Known { moment, mapped, limits: self.settings.limits };
+        let mut before = begun.map(|begun| begun.outside);
+        for _ in 0..filesystem::ATTEMPTS {
+            let from = self.registered.epoch();
+            let look = filesystem::look(&self.root, self.files.as_mut(), known);
+            // Of a subvolume the look itself tells whether it was at rest.
+            if look.change != Change::Unchanged || !matches!(self.root, Root::Folder(_)) {
+                return look;
+            }
+            let Ok((_, outside)) = self.read() else { continue };
+            let since = self.history.since(from);
+            let written = since.left & (left::FILES | left::MAPPED | left::COMPAT) != 0
+                || mapped && since.oldest_runner != NOBODY
+                || before.replace(outside) != Some(outside);
+            if !written {
+                return look;
+            }
+        }
+        Look { change: filesystem::written_meanwhile(), mark: moment.map(Mark::Moment), difference: None }
     }
 
     fn base(&self) -> Option<&Seen> {
@@ -523,15 +586,25 @@ impl Watched {
         let (files, processes) = self.ledger.rebase(base.token, base.filesystem, base.process);
         if files {
             let mark = self.ledger.filesystem.mark.clone().flatten();
+            self.settled = match &mark {
+                Some(Mark::Moment(moment)) if self.history.is_whole_since(moment.epoch) => {
+                    Some(Settled { epoch: moment.epoch, outside: moment.outside })
+                }
+                _ => None,
+            };
             self.files = filesystem::base(&self.root, base.tree.as_ref(), mark);
-            self.settled = None;
         }
         if processes {
             self.holdings = None;
             self.verdict = None;
+            let needed = match (self.settled, &self.root) {
+                (Some(settled), _) => Some(settled.epoch),
+                // The first version of the files may be of an older take.
+                (None, Root::Folder(_)) => Some(0),
+                (None, _) => None,
+            };
             if let Some(epoch) = self.base().map(|base| base.epoch) {
-                let settled = self.settled.map_or(epoch, |settled| settled.epoch);
-                self.history.forget_before(epoch.min(settled));
+                self.history.forget_before(epoch.min(needed.unwrap_or(epoch)));
             }
         }
     }

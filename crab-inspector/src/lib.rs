@@ -9,6 +9,7 @@ mod bpf;
 mod btrfs;
 mod cgroup;
 mod filesystem;
+mod folder;
 mod history;
 mod holdings;
 mod inspector;
@@ -21,6 +22,7 @@ mod probe;
 mod registry;
 mod report;
 mod tasks;
+mod tree;
 
 pub use inspector::{Inspector, InspectorBuilder, ProcessRule};
 pub use polling::PollingInspector;

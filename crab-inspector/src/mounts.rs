@@ -1,14 +1,14 @@
 //! What a sandbox's processes see mounted, and what lies in the tmpfs among it.
 
 use std::collections::BTreeSet;
-use std::ffi::OsString;
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::ffi::{CString, OsString};
+use std::fs;
+use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use sha2::{Digest, Sha256};
+use crate::tree::{Directory, Most, TreeDigest};
 
 /// Kinds that hold no files of the sandbox's own: what they show is the kernel's, or is judged elsewhere.
 const OF_THE_KERNEL: &[&str] = &[
@@ -47,12 +47,11 @@ pub(crate) struct Mounts {
     pub(crate) tmpfs: Result<[u8; 32], String>,
 }
 
-/// Entries and bytes in tmpfs that are looked at.
-const MOST_ENTRIES: usize = 4096;
-const MOST_BYTES: u64 = 16 << 20;
+/// What is looked at in tmpfs.
+const MOST: Most = Most { names: 4096, bytes: 16 << 20 };
 
 /// Looks at what processes see mounted, one of each mount namespace. `root` is the device of the root file system.
-pub(crate) fn look(processes: &BTreeSet<u32>, root: u64) -> io::Result<Mounts> {
+pub(crate) fn look(processes: &BTreeSet<u32>, root: Option<u64>) -> io::Result<Mounts> {
     let mut namespaces = BTreeSet::new();
     let mut devices = BTreeSet::new();
     let mut digest = Walk::default();
@@ -88,7 +87,7 @@ pub(crate) fn look(processes: &BTreeSet<u32>, root: u64) -> io::Result<Mounts> {
                     digest.mount(&path, &mount);
                 }
             } else if mount.writable && alien.is_none() {
-                let covered = fs::symlink_metadata(&path).is_ok_and(|meta| meta.dev() == root);
+                let covered = fs::symlink_metadata(&path).is_ok_and(|meta| Some(meta.dev()) == root);
                 if !covered {
                     alien = Some(format!("{} at {}", mount.kind, mount.at.display()));
                 }
@@ -119,7 +118,7 @@ fn parse(table: &[u8]) -> Vec<Mount> {
 }
 
 /// Spaces and the like are written as a backslash and three octal digits.
-fn unescape(mut text: &[u8]) -> Vec<u8> {
+pub(crate) fn unescape(mut text: &[u8]) -> Vec<u8> {
     let mut plain = Vec::with_capacity(text.len());
     while let Some((&first, rest)) = text.split_first() {
         let code = (first == b'\\')
@@ -140,108 +139,44 @@ fn unescape(mut text: &[u8]) -> Vec<u8> {
     plain
 }
 
+/// All tmpfs that were looked at.
 #[derive(Default)]
 struct Walk {
-    digest: Sha256,
-    entries: usize,
-    bytes: u64,
+    digest: TreeDigest,
     failed: Option<String>,
 }
 
 impl Walk {
     fn mount(&mut self, path: &Path, mount: &Mount) {
-        let top = match fs::symlink_metadata(path) {
-            Ok(top) => top,
-            Err(error) => return self.fail(&mount.at, &error),
-        };
-        let device = format!("{}:{}", rustix::fs::major(top.dev()), rustix::fs::minor(top.dev()));
-        if device != mount.device {
-            self.failed.get_or_insert_with(|| format!("{} is hidden", mount.at.display()));
-            return;
-        }
-        self.digest.update(mount.at.as_os_str().as_bytes());
-        self.entry(path, top.dev());
-    }
-
-    fn fail(&mut self, path: &Path, error: &io::Error) {
-        self.failed.get_or_insert_with(|| format!("{}: {error}", path.display()));
-    }
-
-    fn entry(&mut self, path: &Path, device: u64) {
         if self.failed.is_some() {
             return;
         }
-        self.entries += 1;
-        if let Err(error) = self.look(path, device) {
-            self.fail(path, &error);
+        if let Err(error) = self.tree(path, mount) {
+            self.failed = Some(format!("{}: {error}", mount.at.display()));
         }
     }
 
-    fn look(&mut self, path: &Path, device: u64) -> io::Result<()> {
-        let meta = fs::symlink_metadata(path)?;
-        self.number(u64::from(meta.mode()));
-        self.number(u64::from(meta.uid()));
-        self.number(u64::from(meta.gid()));
-        if meta.dev() != device {
-            // Something else is mounted here, and has its own turn.
-            return Ok(());
-        }
-        let kind = meta.file_type();
-        let mut names = vec![0; 64 * 1024];
-        let length = rustix::fs::llistxattr(path, &mut names[..]).unwrap_or(0);
-        for name in names[..length].split_inclusive(|b| *b == 0) {
-            let mut value = vec![0; 64 * 1024];
-            let name = std::ffi::CStr::from_bytes_with_nul(name).map_err(io::Error::other)?;
-            let length = rustix::fs::lgetxattr(path, name, &mut value[..])?;
-            self.bytes(name.to_bytes());
-            self.bytes(&value[..length]);
-        }
-        if kind.is_dir() {
-            let mut names = fs::read_dir(path)?
-                .map(|entry| entry.map(|entry| entry.file_name()))
-                .collect::<io::Result<Vec<_>>>()?;
-            if self.entries + names.len() > MOST_ENTRIES {
-                return Err(io::Error::other("too many files to compare"));
+    fn tree(&mut self, path: &Path, mount: &Mount) -> io::Result<()> {
+        let (top, name) = match Directory::open(path) {
+            Ok(top) => (top, None),
+            // A file can be mounted alone.
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Err(error) };
+                (Directory::open(parent)?, Some(CString::new(name.as_bytes()).map_err(io::Error::other)?))
             }
-            names.sort();
-            self.number(names.len() as u64);
-            for name in names {
-                self.bytes(name.as_bytes());
-                self.entry(&path.join(&name), device);
-            }
-            return Ok(());
+            Err(error) => return Err(error),
+        };
+        let device = top.stat_of(name.as_deref())?.st_dev;
+        if format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device)) != mount.device {
+            return Err(io::Error::other("something is mounted over it"));
         }
-        self.number(meta.nlink());
-        self.number(meta.rdev());
-        self.number(meta.mtime().cast_unsigned());
-        self.number(meta.mtime_nsec().cast_unsigned());
-        if kind.is_symlink() {
-            self.bytes(fs::read_link(path)?.as_os_str().as_bytes());
-        } else if kind.is_file() {
-            self.bytes += meta.size();
-            if self.bytes > MOST_BYTES {
-                return Err(io::Error::other("too much to compare"));
-            }
-            let mut content = Vec::new();
-            File::open(path)?.take(MOST_BYTES).read_to_end(&mut content)?;
-            self.bytes(&content);
-        }
-        Ok(())
-    }
-
-    fn number(&mut self, number: u64) {
-        self.digest.update(number.to_le_bytes());
-    }
-
-    fn bytes(&mut self, bytes: &[u8]) {
-        self.number(bytes.len() as u64);
-        self.digest.update(bytes);
+        self.digest.tree(mount.at.as_os_str().as_bytes(), &top, name.as_deref(), MOST)
     }
 
     fn finish(self) -> Result<[u8; 32], String> {
         match self.failed {
             Some(why) => Err(why),
-            None => Ok(self.digest.finalize().into()),
+            None => Ok(self.digest.finish()),
         }
     }
 }

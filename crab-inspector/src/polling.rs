@@ -8,7 +8,7 @@ use crab_core::{
     Change, Delta, Effects, Error, Evidence, Rebase, Result, Sandbox, SandboxId, StateDelta, Token, Unknown,
 };
 
-use crate::filesystem::{self, Base, Mark, Root};
+use crate::filesystem::{self, Base, Known, Mark, Root};
 use crate::ledger::Ledger;
 use crate::net::Limits;
 use crate::registry::Registry;
@@ -16,8 +16,8 @@ use crate::tasks::Census;
 
 /// Sees changes by looking at the sandbox at each take, without events: sound, but slower and coarser than BPF.
 ///
-/// **Files.** The root must be a btrfs subvolume, else the filesystem is [`Unknown::Unobservable`]. Each take commits
-/// what was written (`syncfs`) and reads the subvolume's generation. A generation that is that of the last version's
+/// **Files.** A root that is no btrfs subvolume is read whole at each take, which only a small one allows; else the
+/// filesystem is [`Unknown::Unobservable`]. Of a btrfs subvolume each take commits what was written (`syncfs`) and reads the subvolume's generation. A generation that is that of the last version's
 /// snapshot proves that nothing was written. Otherwise what was written is compared with the snapshot
 /// ([`Rebase::tree`]): names, content, modes, owners, extended attributes, link targets, times of modification. More
 /// than the limits allow counts as changed.
@@ -93,7 +93,7 @@ impl Watched {
     fn take(&mut self, token: u64, limits: Limits) -> Delta {
         // Processes first: one that changes a file after it was looked at changes it before the files are.
         let (process, census) = self.processes();
-        let files = filesystem::look(&self.root, self.files.as_mut(), limits);
+        let files = filesystem::look(&self.root, self.files.as_mut(), Known { moment: None, mapped: true, limits });
         self.ledger.record(token, files.mark, census);
         // A process that stayed may hold a file that is not what it was. It did not run, so this was done from
         // outside; its open files and their sizes are part of its image.

@@ -41,9 +41,12 @@ impl Probe {
             Ok(tried) => checks.extend(tried.into_iter().map(|tried| Check {
                 what: format!("BPF program {}", tried.program),
                 works: tried.error.is_none(),
-                needed: tried.needed,
+                needed: tried.only_for.is_none(),
                 detail: match tried.error {
-                    None => format!("on {}", tried.tracepoint),
+                    None => match tried.only_for {
+                        None => format!("on {}", tried.tracepoint),
+                        Some(what) => format!("on {}, for {what}", tried.tracepoint),
+                    },
                     Some(error) => error.to_string(),
                 },
                 remedy: None,

@@ -1,18 +1,21 @@
 //! The programs in the kernel, and the maps that they write.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
-use aya::maps::{Array, HashMap, MapData, PerCpuArray, PerCpuValues};
-use aya::programs::BtfTracePoint;
+use aya::maps::{Array, HashMap, MapData, MapError, PerCpuArray, PerCpuValues};
+use aya::programs::{BtfTracePoint, Program, ProgramError, RawTracePoint};
 use aya::{Btf, Ebpf, EbpfLoader};
 use crab_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-use super::layout::{Aligned, MOST_LEVELS, MOST_SANDBOXES, OnCpu, SHARED_ROOT, SLOTS, Slot};
+use super::layout::{
+    Aligned, MOST_LEVELS, MOST_SANDBOXES, OUTSIDE_BTRFS, OUTSIDE_DEVICES, OnCpu, SHARED_ROOT, SLOTS, Slot,
+};
 
 #[cfg(target_arch = "x86_64")]
 static OBJECT: &Aligned<[u8]> = &Aligned(*include_bytes!("../../bpf/inspector.x86.bpf.o"));
@@ -27,20 +30,79 @@ const PROGRAMS: [(&str, &str); 4] = [
     ("on_syscall", "sys_exit"),
 ];
 
-/// Programs that let the look at a btrfs root be left out, where the kernel has their tracepoints.
-const BTRFS_PROGRAMS: [(&str, &str); 2] =
-    [("on_btrfs_room", "btrfs_space_reservation"), ("on_btrfs_data", "btrfs_inode_mod_outstanding_extents")];
+/// A file system whose changes are seen, where the kernel has what this needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum FileSystem {
+    Btrfs,
+    Ext4,
+    Xfs,
+}
+
+impl FileSystem {
+    pub(crate) const ALL: [Self; 3] = [Self::Btrfs, Self::Ext4, Self::Xfs];
+
+    /// The programs for it, and the tracepoints that they hang on.
+    fn programs(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Self::Btrfs => &[
+                ("on_btrfs_room", "btrfs_space_reservation"),
+                ("on_btrfs_data", "btrfs_inode_mod_outstanding_extents"),
+            ],
+            Self::Ext4 => &[
+                ("on_ext4_inode", "ext4_journal_start_inode"),
+                ("on_ext4", "ext4_journal_start_sb"),
+                ("on_ext4_write", "ext4_da_write_begin"),
+                ("on_ext4_write_at_once", "ext4_write_begin"),
+                ("on_dirty", "writeback_dirty_folio"),
+                ("on_direct", "iomap_dio_rw_begin"),
+            ],
+            Self::Xfs => &[
+                ("on_xfs", "xfs_trans_alloc"),
+                ("on_xfs_write", "xfs_file_buffered_write"),
+                ("on_xfs_hole", "xfs_free_file_space"),
+                ("on_dirty", "writeback_dirty_folio"),
+                ("on_direct", "iomap_dio_rw_begin"),
+            ],
+        }
+    }
+}
+
+impl fmt::Display for FileSystem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Btrfs => "btrfs",
+            Self::Ext4 => "ext4",
+            Self::Xfs => "xfs",
+        })
+    }
+}
+
+/// What the files of a sandbox are known by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// The number of a btrfs subvolume.
+    Subvolume(u64),
+    /// A device, as the kernel numbers it.
+    Device(FileSystem, u64),
+    /// Nothing by which the kernel would tell of changes.
+    Nowhere,
+}
 
 /// The loaded programs. They stop when this is dropped.
 pub(crate) struct Kernel {
     maps: Mutex<Maps>,
-    sees_btrfs: bool,
-    // Holds the programs and their links.
-    _programs: Ebpf,
+    programs: Mutex<Programs>,
 }
 
-impl std::fmt::Debug for Kernel {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+/// Holds the programs and their links.
+struct Programs {
+    loaded: Ebpf,
+    btf: Btf,
+    running: BTreeSet<&'static str>,
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Kernel").finish_non_exhaustive()
     }
 }
@@ -51,10 +113,49 @@ struct Maps {
     epochs: Array<MapData, u64>,
     slots: Array<MapData, Slot>,
     running: PerCpuArray<MapData, OnCpu>,
-    roots: HashMap<MapData, u64, u32>,
+    roots: Places,
+    devices: Places,
     outside: Array<MapData, u64>,
     free: BTreeSet<u32>,
     used_levels: BTreeMap<u32, u32>,
+}
+
+/// Numbers of places, each with the sandboxes whose files lie there.
+struct Places {
+    map: HashMap<MapData, u64, u32>,
+    owners: BTreeMap<u64, BTreeSet<u32>>,
+}
+
+impl Places {
+    fn new(map: HashMap<MapData, u64, u32>) -> Self {
+        Self { map, owners: BTreeMap::new() }
+    }
+
+    fn add(&mut self, place: u64, sandbox: u32) -> Result<(), MapError> {
+        self.owners.entry(place).or_default().insert(sandbox);
+        self.tell(place)
+    }
+
+    fn remove(&mut self, place: u64, sandbox: u32) -> Result<(), MapError> {
+        if let Some(owners) = self.owners.get_mut(&place) {
+            owners.remove(&sandbox);
+        }
+        self.tell(place)
+    }
+
+    /// Two file systems may number their subvolumes alike, and several sandboxes may lie on one device.
+    fn tell(&mut self, place: u64) -> Result<(), MapError> {
+        let owners = self.owners.get(&place);
+        let mut first = owners.into_iter().flatten();
+        match (first.next(), first.next()) {
+            (None, _) => {
+                self.owners.remove(&place);
+                self.map.remove(&place)
+            }
+            (Some(owner), None) => self.map.insert(place, owner, 0),
+            (Some(_), Some(_)) => self.map.insert(place, SHARED_ROOT, 0),
+        }
+    }
 }
 
 /// A sandbox as the programs know it.
@@ -63,8 +164,7 @@ pub(crate) struct Registered {
     index: u32,
     cgroup: u64,
     epoch: u64,
-    /// The number of the btrfs subvolume that is its root.
-    root: Option<u64>,
+    place: Place,
 }
 
 /// What the programs noted up to a moment.
@@ -101,22 +201,28 @@ impl Kernel {
             .map_err(|error| failed("cannot load the BPF maps", error))?;
         let mut maps = Maps::of(&mut programs)?;
         maps.forget_what_runs()?;
+        let mut programs = Programs { loaded: programs, btf, running: BTreeSet::new() };
         for (name, tracepoint) in PROGRAMS {
-            attach(&mut programs, &btf, name, tracepoint)?;
+            programs.run(name, tracepoint)?;
         }
-        let sees_btrfs = BTRFS_PROGRAMS.iter().all(|(name, tracepoint)| {
-            let tried = attach(&mut programs, &btf, name, tracepoint);
+        make_every_cpu_switch();
+        Ok(Self { maps: Mutex::new(maps), programs: Mutex::new(programs) })
+    }
+
+    /// Whether changes to a file system are noted from now on.
+    pub(crate) fn sees(&self, what: FileSystem) -> bool {
+        let mut programs = self.programs.lock();
+        what.programs().iter().all(|(name, tracepoint)| {
+            let tried = programs.run(name, tracepoint);
             if let Err(error) = &tried {
-                tracing::info!("each look at files will commit them first: {error}");
+                tracing::info!("changes to {what} do not show by themselves, so files will be looked at: {error}");
             }
             tried.is_ok()
-        });
-        make_every_cpu_switch();
-        Ok(Self { maps: Mutex::new(maps), sees_btrfs, _programs: programs })
+        })
     }
 
     /// Begins to watch the tasks of a cgroup. Time is in nanoseconds since boot.
-    pub(crate) fn register(&self, cgroup: &Path, root: Option<u64>, now: u64) -> Result<Registered> {
+    pub(crate) fn register(&self, cgroup: &Path, place: Place, now: u64) -> Result<Registered> {
         let id = fs::metadata(cgroup).map_err(|error| Error::io(format!("look at {}", cgroup.display()), error))?.ino();
         let level = level(cgroup)?;
         let mut maps = self.maps.lock();
@@ -124,7 +230,7 @@ impl Kernel {
             .free
             .pop_first()
             .ok_or_else(|| Error::new(ErrorKind::Full, format!("{MOST_SANDBOXES} sandboxes are watched already")))?;
-        let registered = Registered { index, cgroup: id, epoch: 1, root };
+        let registered = Registered { index, cgroup: id, epoch: 1, place };
         let done = maps.begin(&registered, level, now);
         if done.is_err() {
             maps.free.insert(index);
@@ -139,17 +245,14 @@ impl Kernel {
         if maps.sandboxes.get(&registered.cgroup, 0).ok() == Some(registered.index) {
             let _ = maps.sandboxes.remove(&registered.cgroup);
         }
-        if let Some(root) = registered.root
-            && maps.roots.get(&root, 0).ok() == Some(registered.index)
-        {
-            let _ = maps.roots.remove(&root);
-        }
+        let index = registered.index;
+        // Where this fails, a number is left that tells of a sandbox that nobody asks about.
+        let _ = match registered.place {
+            Place::Subvolume(number) => maps.roots.remove(number, index),
+            Place::Device(_, number) => maps.devices.remove(number, index),
+            Place::Nowhere => Ok(()),
+        };
         maps.free.insert(registered.index);
-    }
-
-    /// Whether changes of btrfs roots are noted.
-    pub(crate) fn sees_btrfs(&self) -> bool {
-        self.sees_btrfs
     }
 
     /// Begins a new interval and reads the earlier ones.
@@ -164,7 +267,11 @@ impl Kernel {
         let slots = (next.saturating_sub(SLOTS - 1).max(1)..next)
             .map(|epoch| maps.slots.get(&place(index, epoch), 0))
             .collect::<Result<Vec<_>, _>>()?;
-        let mut reading = Reading { slots, running: Vec::new(), blind: false, outside: maps.outside.get(&0, 0)? };
+        let counter = match registered.place {
+            Place::Subvolume(_) => OUTSIDE_BTRFS,
+            Place::Device(..) | Place::Nowhere => OUTSIDE_DEVICES,
+        };
+        let mut reading = Reading { slots, running: Vec::new(), blind: false, outside: maps.outside.get(&counter, 0)? };
         for cpu in maps.running.get(&0, 0)?.iter() {
             if cpu.sandbox == OnCpu::UNKNOWN.sandbox {
                 reading.blind = true;
@@ -195,7 +302,8 @@ impl Maps {
             epochs: Array::try_from(take("epochs")?).map_err(wrong)?,
             slots: Array::try_from(take("slots")?).map_err(wrong)?,
             running: PerCpuArray::try_from(take("running")?).map_err(wrong)?,
-            roots: HashMap::try_from(take("roots")?).map_err(wrong)?,
+            roots: Places::new(HashMap::try_from(take("roots")?).map_err(wrong)?),
+            devices: Places::new(HashMap::try_from(take("devices")?).map_err(wrong)?),
             outside: Array::try_from(take("outside")?).map_err(wrong)?,
             free: (0..MOST_SANDBOXES).collect(),
             used_levels: BTreeMap::new(),
@@ -223,10 +331,10 @@ impl Maps {
         let (index, epoch) = (registered.index, registered.epoch);
         self.slots.set(place(index, epoch), Slot::empty(epoch, now), 0).map_err(wrong)?;
         self.epochs.set(index, epoch, 0).map_err(wrong)?;
-        if let Some(root) = registered.root {
-            // Two file systems may number their subvolumes alike. Such a number stays shared for good.
-            let owner = if self.roots.get(&root, 0).is_ok() { SHARED_ROOT } else { index };
-            self.roots.insert(root, owner, 0).map_err(wrong)?;
+        match registered.place {
+            Place::Subvolume(number) => self.roots.add(number, index).map_err(wrong)?,
+            Place::Device(_, number) => self.devices.add(number, index).map_err(wrong)?,
+            Place::Nowhere => {}
         }
         self.sandboxes.insert(registered.cgroup, index, 0).map_err(wrong)
     }
@@ -238,39 +346,60 @@ pub(crate) struct Tried {
     pub(crate) tracepoint: &'static str,
     /// Why it cannot be used.
     pub(crate) error: Option<Error>,
-    /// Nothing can be told without it.
-    pub(crate) needed: bool,
+    /// The file system that it is for. `None`: nothing can be told without it.
+    pub(crate) only_for: Option<FileSystem>,
 }
 
 /// Tries each program alone.
 pub(crate) fn try_programs() -> Result<Vec<Tried>> {
     let btf = Btf::from_sys_fs().map_err(|error| failed("cannot read the kernel's type information", error))?;
-    let mut programs =
+    let loaded =
         EbpfLoader::new().btf(Some(&btf)).load(&OBJECT.0).map_err(|error| failed("cannot load the BPF maps", error))?;
-    Ok(PROGRAMS
-        .iter()
-        .chain(&BTRFS_PROGRAMS)
-        .map(|(name, tracepoint)| {
-            let tried = attach(&mut programs, &btf, name, tracepoint);
-            Tried {
-                program: name,
-                tracepoint,
-                error: tried.err(),
-                needed: PROGRAMS.iter().any(|(needed, _)| needed == name),
-            }
+    let mut programs = Programs { loaded, btf, running: BTreeSet::new() };
+    let mut all: Vec<_> = PROGRAMS.iter().map(|(name, tracepoint)| (*name, *tracepoint, None)).collect();
+    for what in FileSystem::ALL {
+        all.extend(what.programs().iter().map(|(name, tracepoint)| (*name, *tracepoint, Some(what))));
+    }
+    Ok(all
+        .into_iter()
+        .map(|(program, tracepoint, only_for)| Tried {
+            program,
+            tracepoint,
+            error: programs.run(program, tracepoint).err(),
+            only_for,
         })
         .collect())
 }
 
-fn attach(programs: &mut Ebpf, btf: &Btf, name: &str, tracepoint: &str) -> Result<()> {
-    let program: &mut BtfTracePoint = programs
-        .program_mut(name)
-        .ok_or_else(|| Error::new(ErrorKind::Internal, format!("there is no BPF program {name}")))?
-        .try_into()
-        .map_err(|error| failed("a BPF program is not what it should be", error))?;
-    program.load(tracepoint, btf).map_err(|error| failed(&format!("cannot load the BPF program {name}"), error))?;
-    program.attach().map_err(|error| failed(&format!("cannot attach to {tracepoint}"), error))?;
-    Ok(())
+impl Programs {
+    /// Loads a program and hangs it on its tracepoint, unless it runs already.
+    fn run(&mut self, name: &'static str, tracepoint: &str) -> Result<()> {
+        if self.running.contains(name) {
+            return Ok(());
+        }
+        let program = self
+            .loaded
+            .program_mut(name)
+            .ok_or_else(|| Error::new(ErrorKind::Internal, format!("there is no BPF program {name}")))?;
+        let done = match program {
+            Program::BtfTracePoint(program) => start_btf(program, tracepoint, &self.btf),
+            Program::RawTracePoint(program) => start_raw(program, tracepoint),
+            _ => return Err(Error::new(ErrorKind::Internal, format!("{name} is no program for a tracepoint"))),
+        };
+        done.map_err(|error| failed(&format!("cannot run the BPF program {name} on {tracepoint}"), error))?;
+        self.running.insert(name);
+        Ok(())
+    }
+}
+
+fn start_btf(program: &mut BtfTracePoint, tracepoint: &str, btf: &Btf) -> Result<(), ProgramError> {
+    program.load(tracepoint, btf)?;
+    program.attach().map(drop)
+}
+
+fn start_raw(program: &mut RawTracePoint, tracepoint: &str) -> Result<(), ProgramError> {
+    program.load()?;
+    program.attach(tracepoint).map(drop)
 }
 
 /// How deep a cgroup lies below the root of its hierarchy.

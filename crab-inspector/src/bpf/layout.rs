@@ -11,8 +11,12 @@ pub(crate) const MOST_LEVELS: u32 = 4;
 pub(crate) const PIPE_WORDS: usize = 128;
 const MOST_DESTINATIONS: usize = 4;
 
-/// In place of a sandbox: several share the number of their root.
+/// In place of a sandbox: several share the number of their root, or its device.
 pub(crate) const SHARED_ROOT: u32 = u32::MAX;
+
+/// Which counter counts changes by others than sandboxes: to btrfs, to devices that several sandboxes share.
+pub(crate) const OUTSIDE_BTRFS: u32 = 0;
+pub(crate) const OUTSIDE_DEVICES: u32 = 1;
 
 /// What stays behind of a task that is gone.
 pub(crate) mod left {

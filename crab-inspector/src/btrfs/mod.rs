@@ -12,10 +12,9 @@ use std::ffi::CStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+use rustix::fs::{Mode, OFlags, ResolveFlags};
 
 use crate::net::{self, Body, Difference, Inode, Limits, Pair, Side, Since, Stamp, Stop};
 use ioctl::{Key, Searcher, SubvolumeInfo};
@@ -282,52 +281,11 @@ impl Pair for Trees<'_> {
             // A link, or a file that cannot be reached by a path: its bytes are not known to be equal.
             return Ok(false);
         };
-        same_bytes(&new, &old)
+        crate::tree::same_bytes(&new, &old)
     }
 }
 
-/// Whether two files hold the same bytes to the end.
-fn same_bytes(a: &File, b: &File) -> io::Result<bool> {
-    const CHUNK: usize = 128 * 1024;
-    let (mut left, mut right) = (vec![0u8; CHUNK], vec![0u8; CHUNK]);
-    let mut at = 0;
-    loop {
-        let (n, m) = (fill(a, &mut left, at)?, fill(b, &mut right, at)?);
-        if n != m || left[..n] != right[..m] {
-            return Ok(false);
-        }
-        if n < CHUNK {
-            return Ok(true);
-        }
-        at += n as u64;
-    }
-}
-
-fn fill(file: &File, buffer: &mut [u8], at: u64) -> io::Result<usize> {
-    let mut filled = 0;
-    while filled < buffer.len() {
-        match file.read_at(&mut buffer[filled..], at + filled as u64) {
-            Ok(0) => break,
-            Ok(n) => filled += n,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(filled)
-}
-
-/// Whether a path lies on btrfs, for the message when it does not.
-pub(crate) fn filesystem_name(path: &Path) -> String {
-    let Ok(fd) = rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()) else {
-        return "an unreadable filesystem".to_owned();
-    };
-    match rustix::fs::fstatfs(&fd).map(|stat| stat.f_type) {
-        Ok(0x9123_683e) => "a folder of a btrfs subvolume".to_owned(),
-        Ok(0xef53) => "ext4".to_owned(),
-        Ok(0x0102_1994) => "tmpfs".to_owned(),
-        Ok(0x794c_7630) => "overlayfs".to_owned(),
-        Ok(0x5846_5342) => "xfs".to_owned(),
-        Ok(other) => format!("a filesystem of type {other:#x}"),
-        Err(_) => "an unknown filesystem".to_owned(),
-    }
+/// The number of the subvolume that a file of btrfs lies in.
+pub(crate) fn number_of(fd: &OwnedFd) -> io::Result<u64> {
+    Ok(ioctl::subvolume_info(fd)?.tree)
 }

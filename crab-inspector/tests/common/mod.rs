@@ -79,8 +79,12 @@ impl Image {
         let folder = std::env::temp_dir().join(format!("crab-inspector-{}", unique()));
         let path = folder.join("mount");
         fs::create_dir_all(&path).unwrap();
+        if kind == "tmpfs" {
+            run("mount", &[&"-o", &"size=256m,noatime", &"-t", &kind, &kind, &path]);
+            return Self { folder, path };
+        }
         let image = folder.join("image");
-        fs::File::create(&image).unwrap().set_len(256 << 20).unwrap();
+        fs::File::create(&image).unwrap().set_len(512 << 20).unwrap();
         let this = Self { folder, path };
         run(&format!("mkfs.{kind}"), &[&"-q", &image]);
         run("mount", &[&"-o", &"loop,noatime", &"-t", &kind, &image, &this.path]);
@@ -102,6 +106,7 @@ impl Drop for Image {
         }
         let _ = fs::remove_file(self.folder.join("image"));
         let _ = fs::remove_dir(&self.path);
+        let _ = fs::remove_dir_all(self.folder.join("trees"));
         let _ = fs::remove_dir(&self.folder);
     }
 }
@@ -217,26 +222,75 @@ pub fn wait(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// A sandbox on btrfs, watched.
+/// What a sandbox's root is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Subvolume,
+    Ext4,
+    Xfs,
+    Tmpfs,
+    /// An overlay, both of whose folders lie on ext4.
+    Overlay,
+}
+
+impl Kind {
+    pub fn file_system(self) -> &'static str {
+        match self {
+            Self::Subvolume => "btrfs",
+            Self::Ext4 | Self::Overlay => "ext4",
+            Self::Xfs => "xfs",
+            Self::Tmpfs => "tmpfs",
+        }
+    }
+}
+
+/// An overlay that is unmounted when dropped.
+struct Mounted(PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+/// A sandbox, watched.
 pub struct Bench<D> {
     pub inspector: D,
     pub sandbox: Sandbox,
     pub root: PathBuf,
+    pub kind: Kind,
     snapshots: u32,
     pub cgroup: Cgroup,
+    overlay: Option<Mounted>,
     // Last, so that it is unmounted when nothing uses it.
     pub image: Image,
 }
 
 impl<D: StateDelta> Bench<D> {
     pub fn new(inspector: D) -> Self {
-        let image = Image::new("btrfs");
+        Self::on(Kind::Subvolume, inspector)
+    }
+
+    pub fn on(kind: Kind, inspector: D) -> Self {
+        let image = Image::new(kind.file_system());
         let cgroup = Cgroup::new();
         let root = image.path.join("root");
-        run("btrfs", &[&"-q", &"subvolume", &"create", &root]);
+        let mut overlay = None;
+        match kind {
+            Kind::Subvolume => drop(run("btrfs", &[&"-q", &"subvolume", &"create", &root])),
+            Kind::Overlay => {
+                shell(
+                    &image.path,
+                    "mkdir root lower upper work
+                    mount -t overlay overlay -o lowerdir=$PWD/lower,upperdir=$PWD/upper,workdir=$PWD/work root",
+                );
+                overlay = Some(Mounted(root.clone()));
+            }
+            Kind::Ext4 | Kind::Xfs | Kind::Tmpfs => fs::create_dir(&root).unwrap(),
+        }
         let sandbox = Sandbox::new(SandboxId::new("box").unwrap(), &root, &cgroup.path);
         block_on(inspector.attach(&sandbox)).unwrap();
-        Self { inspector, sandbox, root, snapshots: 0, cgroup, image }
+        Self { inspector, sandbox, root, kind, snapshots: 0, cgroup, overlay, image }
     }
 
     pub fn take(&self) -> Delta {
@@ -266,6 +320,15 @@ impl<D: StateDelta> Bench<D> {
 
     pub fn snapshot(&mut self) -> PathBuf {
         self.snapshots += 1;
+        if self.kind != Kind::Subvolume {
+            // The old one goes: only the last is compared with.
+            let trees = self.image.folder.join("trees");
+            let _ = fs::remove_dir_all(trees.join(format!("v{}", self.snapshots.saturating_sub(2))));
+            fs::create_dir_all(&trees).unwrap();
+            let tree = trees.join(format!("v{}", self.snapshots));
+            run("cp", &[&"-a", &self.root, &tree]);
+            return tree;
+        }
         let tree = self.image.path.join(format!("v{}", self.snapshots));
         run("btrfs", &[&"-q", &"subvolume", &"snapshot", &"-r", &self.root, &tree]);
         tree
