@@ -6,8 +6,8 @@ mod common;
 
 use std::time::Instant;
 
-use common::{Bench, Image, Live, able, assert_changed, assert_unchanged, block_on, run};
-use crab_core::{Change, Evidence, Rebase, Sandbox, SandboxId, StateDelta, Token, Unknown};
+use common::{Bench, Live, able, assert_changed, assert_unchanged, block_on, run};
+use crab_core::{Change, Evidence, Sandbox, StateDelta, Unknown};
 use crab_inspector::PollingInspector;
 
 fn bench() -> Option<Bench<PollingInspector>> {
@@ -235,26 +235,6 @@ fn a_root_made_from_the_version_is_compared_with_it() {
     assert_changed(&bench.take().filesystem, "written");
     bench.cgroup.run(&root, "rm x");
     assert_unchanged(&bench.take().filesystem, "removed");
-}
-
-#[test]
-fn other_file_systems_are_unknown_without_bpf() {
-    if !able(&["mkfs.ext4"]) {
-        return;
-    }
-    let image = Image::new("ext4");
-    let cgroup = common::Cgroup::new();
-    let inspector = PollingInspector::new();
-    let id = SandboxId::new("box").unwrap();
-    let sandbox = Sandbox::new(id.clone(), &image.path, &cgroup.path);
-    block_on(inspector.attach(&sandbox)).unwrap();
-    let delta = block_on(inspector.take(&id));
-    let base = Rebase { token: delta.token, filesystem: true, process: true, tree: None };
-    block_on(inspector.rebase(&id, &base));
-    let delta = block_on(inspector.take(&id));
-    assert!(matches!(delta.filesystem, Change::Unknown(Unknown::Unobservable(_))));
-    assert_unchanged(&delta.process, "nothing lives");
-    assert_ne!(delta.token, Token(0));
 }
 
 #[test]
