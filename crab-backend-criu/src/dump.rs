@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crab_core::{ArtifactId, Condition, Error, ErrorKind, External, Result, Sandbox, SandboxId};
+use crab_core::{Artifact, ArtifactId, Condition, Error, ErrorKind, External, Result, Sandbox, SandboxId};
 
 use crate::area::Scratch;
 use crate::backend::{Connections, Inner};
@@ -15,6 +15,7 @@ use crate::cgroup::{Cgroup, FreezerGuard};
 use crate::cut::Cut;
 use crate::failure::CriuFailure;
 use crate::preflight;
+use crate::procfs::Stat;
 use crate::program::{self, common_options};
 use crate::proto::{Kind, Options, Response};
 use crate::store::Reservation;
@@ -36,6 +37,9 @@ const LOG: &str = "dump.log";
 /// Deleted files that are still open go into the image up to this size.
 const GHOST_LIMIT: u32 = 64 << 20;
 const LOOK: &str = "see that all processes are there, or restore the last version";
+/// How many processes the facts name at most.
+const NAMED: usize = 4096;
+
 /// CRIU's own limit for stopping the tasks, where the caller has none.
 const SEIZE_SECONDS: u32 = 10;
 
@@ -113,9 +117,10 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         refusal: None,
         held: false,
         tasks: 0,
+        processes: BTreeMap::new(),
     };
     let answer = talk.converse(options);
-    let Talk { swrk, freezer, stopped_at, refusal, held, tasks, cgroup, .. } = talk;
+    let Talk { swrk, freezer, stopped_at, refusal, held, tasks, processes, cgroup, .. } = talk;
     // CRIU lets go of the tasks before it answers; one that did not answer is killed first, for the same.
     let swrk = answer.is_ok().then_some(swrk);
     let settled = freezer.map_or(Ok(()), FreezerGuard::settle);
@@ -141,7 +146,8 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         return Err(failure.into_error(&format!("cannot {what}"), ErrorKind::Io));
     }
     let stopped = stopped.or_else(|| stats::stopped(&std::fs::read(scratch.work().join("stats-dump")).ok()?));
-    let facts = facts(&inner, tasks, tree.init);
+    let mut facts = facts(&inner, tasks, tree.init);
+    facts.extend(processes.into_iter().map(|(pid, name)| (Artifact::process_fact(pid), name)));
     Ok(Dumped { name, scratch, like, external: sandbox.external, facts, stopped })
 }
 
@@ -225,6 +231,8 @@ struct Talk {
     /// CRIU has begun to take hold of the tasks.
     held: bool,
     tasks: usize,
+    /// Their names by their numbers inside the sandbox.
+    processes: BTreeMap<u32, String>,
 }
 
 impl Talk {
@@ -283,7 +291,10 @@ impl Talk {
 
     /// All is saved, and the tasks are still stopped.
     fn at_cut(&mut self) -> Result<()> {
-        self.tasks = self.cgroup.processes()?.len();
+        let processes = self.cgroup.processes()?;
+        self.tasks = processes.len();
+        let named = |pid: &u32| Some((procfs::pid_inside(*pid)?, Stat::read(*pid)?.name));
+        self.processes = processes.iter().take(NAMED).filter_map(named).collect();
         if self.cut.take().is_some_and(|cut| cut.run(self.deadline)) {
             return Ok(());
         }

@@ -87,15 +87,50 @@ pub struct Artifact {
     /// What the host must give again at restore.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub external: Vec<External>,
-    /// Facts that the backend needs or that help a person: tool versions, root identity, times.
+    /// Facts that the backend needs or that help a person: tool versions, root identity, times. A process backend names
+    /// the processes that it saved, see [`process_fact`](Self::process_fact).
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub facts: BTreeMap<String, String>,
+}
+
+const PROCESS_FACT: &str = "process.";
+
+impl Artifact {
+    /// The name of the fact that tells of one saved process, by its number inside the sandbox. The fact's value is the
+    /// process's name.
+    #[must_use]
+    pub fn process_fact(pid: u32) -> String {
+        format!("{PROCESS_FACT}{pid}")
+    }
+
+    /// The saved processes by their numbers inside the sandbox, as far as the facts name them.
+    #[must_use]
+    pub fn processes(&self) -> BTreeMap<u32, &str> {
+        let facts = self.facts.iter();
+        facts.filter_map(|(fact, name)| Some((fact.strip_prefix(PROCESS_FACT)?.parse().ok()?, name.as_str()))).collect()
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn processes_are_told_from_other_facts() {
+        let facts = [(Artifact::process_fact(7), "sh"), ("criu".into(), "4.2"), ("process.x".into(), "")];
+        let artifact = Artifact {
+            id: ArtifactId::new("a").unwrap(),
+            sandbox: SandboxId::new("box").unwrap(),
+            domain: Domain::Process,
+            backend: "x".into(),
+            bytes: None,
+            depends_on: vec![],
+            external: vec![],
+            facts: facts.into_iter().map(|(fact, value)| (fact, value.to_owned())).collect(),
+        };
+        assert_eq!(artifact.processes(), BTreeMap::from([(7, "sh")]));
+    }
 
     proptest! {
         #[test]

@@ -38,7 +38,8 @@ pub mod store;
 pub use cgroup::CgroupV2;
 pub use engine::{
     Deadlines, Engine, EngineBuilder, Event, EventKind, Events, FailurePolicy, ForkOptions, Lagged, OpenReport,
-    PruneReport, RestoreOptions, SandboxSummary, Select, Unfinished, VersionInfo,
+    ProcessChange, ProcessChangeKind, ProcessDiff, PruneReport, RestoreOptions, SandboxSummary, Select, Unfinished,
+    VersionDiff, VersionInfo,
 };
 pub use report::{KeptEffect, LostTurns, PassedOver, ProcessOutcome, RestoreReport};
 #[cfg(feature = "failpoints")]

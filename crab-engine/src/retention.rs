@@ -72,6 +72,11 @@ impl Retention {
         self
     }
 
+    /// Whether sizes matter.
+    pub(crate) fn has_quota(&self) -> bool {
+        self.sandbox_bytes.is_some() || self.store_bytes.is_some()
+    }
+
     /// Whether a new version of one sandbox can be a reason to remove one of another.
     pub(crate) fn spans_sandboxes(&self) -> bool {
         self.store_bytes.is_some()
@@ -91,7 +96,9 @@ pub enum Held {
     Labelled,
     /// A restore or fork that did not end needs it.
     Operation,
-    /// The file that tells pins and labels cannot be read, so it may be pinned.
+    /// Somebody reads it.
+    Read,
+    /// A file that tells what is held cannot be read.
     Unreadable,
 }
 
@@ -102,7 +109,8 @@ impl fmt::Display for Held {
             Self::Pinned => "it is pinned",
             Self::Labelled => "it has a label",
             Self::Operation => "a restore or fork that did not end needs it",
-            Self::Unreadable => "the record of its pins and labels cannot be read",
+            Self::Read => "it is being read",
+            Self::Unreadable => "what tells its pins, or which version stands, cannot be read",
         })
     }
 }

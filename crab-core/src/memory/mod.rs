@@ -518,6 +518,13 @@ impl CheckpointBackend for MemoryBackend {
             }
         };
         artifact.bytes = Some(stored.bytes());
+        if let Stored::Processes(processes) = &stored {
+            // A process here has no number; its name makes one.
+            let number =
+                |name: &str| name.bytes().fold(0u32, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
+            artifact.facts =
+                processes.keys().map(|name| (Artifact::process_fact(number(name)), name.clone())).collect();
+        }
         request.at_cut.run().await?;
         drop(thaw_after);
         self.world.reach(Step::AfterCut(self.domain)).await?;

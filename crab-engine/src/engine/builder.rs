@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use tokio::sync::broadcast;
 
 use super::calls::{blocking, call};
+use super::diff::Readers;
 use super::dispatch::Dispatch;
 use super::options::{Deadlines, FailurePolicy, Options};
 use super::{Engine, Inner, OpenReport, Unfinished, meters};
@@ -99,8 +100,9 @@ impl EngineBuilder {
         self
     }
 
-    /// Prunes a sandbox by these rules after each of its new versions, in the background. By default nothing is removed
-    /// but by [`Engine::prune`] and [`Engine::remove`].
+    /// Prunes a sandbox by these rules after each of its new versions, in the background. Its quotas count what the
+    /// backends told when they stored; a call of [`Engine::prune`] also counts what must be measured, such as snapshots
+    /// that share blocks. By default nothing is removed but by that call and [`Engine::remove`].
     pub fn retention(mut self, retention: Retention) -> Self {
         self.retention = Some(retention);
         self
@@ -147,6 +149,7 @@ impl EngineBuilder {
             options: self.options,
             retention: self.retention,
             prunes: Mutex::new(BTreeSet::new()),
+            readers: Readers::default(),
             dispatch: Dispatch::new(self.options.limits),
             attached: Mutex::new(HashMap::new()),
             work: Mutex::new(HashMap::new()),

@@ -5,6 +5,7 @@ mod attached;
 mod builder;
 mod calls;
 mod checkpoint;
+mod diff;
 mod dispatch;
 mod events;
 mod fork;
@@ -40,11 +41,13 @@ use crate::retention::Retention;
 use crate::store::{Damaged, OperationKind, SandboxRecord, Store};
 use attached::Attached;
 use calls::{blocking, call, panicked};
+use diff::Readers;
 use dispatch::Dispatch;
 use options::Options;
 use request::Request;
 
 pub use builder::EngineBuilder;
+pub use diff::{ProcessChange, ProcessChangeKind, ProcessDiff, VersionDiff};
 pub use events::{Event, EventKind, Events, Lagged};
 pub use fork::ForkOptions;
 pub use lineage::Select;
@@ -95,6 +98,7 @@ pub(crate) struct Inner {
     retention: Option<Retention>,
     /// Sandboxes whose prune waits to begin.
     prunes: Mutex<BTreeSet<SandboxId>>,
+    readers: Readers,
     dispatch: Dispatch,
     attached: Mutex<HashMap<SandboxId, Arc<Attached>>>,
     /// Held by whoever works on a sandbox: a checkpoint, a restore, a removal.
@@ -564,6 +568,15 @@ impl Inner {
             return Err(Error::new(ErrorKind::Busy, format!("a fork of {id} into {fork} did not end"))
                 .fix(format!("finish it, or forget {fork} first")));
         }
+        let versions = self.store.with(|index| {
+            let versions = index.sandboxes.get(id).into_iter().flat_map(|sandbox| sandbox.versions.keys());
+            versions.map(|version| (id.clone(), *version)).collect()
+        });
+        let Some(_removing) = self.readers.remove(versions) else {
+            return Err(
+                Error::new(ErrorKind::Busy, format!("a version of {id} is being read")).fix("drop what reads it first")
+            );
+        };
         let (before, operations) = self.store.with(|index| {
             let manifests = index.sandboxes.get(id).into_iter().flat_map(|sandbox| sandbox.versions.values());
             let operations: Vec<OperationId> =

@@ -39,7 +39,8 @@ impl PruneReport {
 pub struct VersionInfo {
     /// The version.
     pub manifest: Manifest,
-    /// Bytes of all its artifacts, with those that they depend on, as far as the backends tell.
+    /// Bytes of all its artifacts, with those that they depend on, as far as the backends tell. Of an artifact that
+    /// shares its blocks with others only what it holds alone counts.
     pub bytes: u64,
     /// Bytes that only this version needs: what its removal frees.
     pub own_bytes: u64,
@@ -85,21 +86,21 @@ impl Engine {
         let (inner, retention) = (self.0.clone(), retention.clone());
         detached("prune", async move {
             inner.check_open()?;
-            Ok(inner.prune(&retention, None).await)
+            Ok(inner.prune(&retention, None, true).await)
         })
         .await
     }
 
     /// What [`prune`](Self::prune) would do now. Nothing is removed.
     pub async fn prune_plan(&self, retention: &Retention) -> PruneReport {
-        let Removals { removals, over } = self.0.removals(retention, None).await;
+        let Removals { removals, over } = self.0.removals(retention, None, true).await;
         PruneReport { removed: removals, failed: Vec::new(), over }
     }
 
     /// The versions of a sandbox with their sizes and what keeps them, oldest first; none where the store does not know
     /// it.
     pub async fn inventory(&self, id: &SandboxId) -> Vec<VersionInfo> {
-        let sizes = self.0.sizes().await;
+        let sizes = self.0.sizes(true).await;
         self.0.store.with(|index| {
             let mut users: BTreeMap<Key, usize> = BTreeMap::new();
             for manifest in artifacts::all_manifests(index) {
@@ -119,7 +120,7 @@ impl Engine {
                     unknown: keys.iter().filter(|key| !sizes.contains_key(key)).count(),
                     pinned: mark.is_some_and(|mark| mark.pinned),
                     labels: mark.map(|mark| mark.labels.iter().cloned().collect()).unwrap_or_default(),
-                    held: held(index, id, manifest.version),
+                    held: self.0.held(index, id, manifest.version),
                     manifest: Manifest::clone(manifest),
                 }
             };
@@ -158,12 +159,17 @@ fn held(index: &Index, id: &SandboxId, version: VersionId) -> Option<Held> {
 }
 
 impl Inner {
+    fn held(&self, index: &Index, id: &SandboxId, version: VersionId) -> Option<Held> {
+        held(index, id, version).or_else(|| self.readers.is_read(id, version).then_some(Held::Read))
+    }
+
     /// Removes a version while its sandbox's work lock is held.
     pub(super) async fn remove(&self, id: &SandboxId, version: VersionId) -> Result<()> {
+        let removing = self.readers.remove(vec![(id.clone(), version)]);
         let (before, held) = self.store.with(|index| {
             let manifest = index.sandboxes.get(id).and_then(|sandbox| sandbox.versions.get(&version));
             let before = manifest.map(|manifest| artifacts::needed(std::iter::once(&**manifest)));
-            (before, held(index, id, version))
+            (before, held(index, id, version).or(removing.is_none().then_some(Held::Read)))
         });
         let Some(before) = before else {
             return Err(Error::new(ErrorKind::NotFound, format!("{id} has no version {version}")));
@@ -174,6 +180,7 @@ impl Inner {
                 Held::Standing => "make another version first, or forget the sandbox",
                 Held::Pinned => "unpin it first",
                 Held::Labelled => "take its labels away first",
+                Held::Read => "drop what reads it first",
                 Held::Operation => "finish that restore or fork, or begin another",
                 Held::Unreadable => {
                     "attach the sandbox and pin or unpin a version, which writes what is readable again"
@@ -187,8 +194,8 @@ impl Inner {
         self.collect(before).await.map(|_| ())
     }
 
-    pub(super) async fn prune(&self, retention: &Retention, only: Option<&SandboxId>) -> PruneReport {
-        let Removals { removals, over } = self.removals(retention, only).await;
+    async fn prune(&self, retention: &Retention, only: Option<&SandboxId>, measure: bool) -> PruneReport {
+        let Removals { removals, over } = self.removals(retention, only, measure).await;
         for over in &over {
             let whose = over.sandbox.as_ref().map_or("the store", SandboxId::as_str);
             tracing::warn!(
@@ -224,8 +231,9 @@ impl Inner {
         report
     }
 
-    async fn removals(&self, retention: &Retention, only: Option<&SandboxId>) -> Removals {
-        let sizes = self.sizes().await;
+    async fn removals(&self, retention: &Retention, only: Option<&SandboxId>, measure: bool) -> Removals {
+        // Measuring may cost a walk over the files, which is not for the background of every turn.
+        let sizes = self.sizes(retention.has_quota() && measure).await;
         self.store.with(|index| {
             let mut store: BTreeMap<SandboxId, Vec<Entry<Key>>> = BTreeMap::new();
             for (id, sandbox) in &index.sandboxes {
@@ -233,7 +241,7 @@ impl Inner {
                     version: manifest.version,
                     created_ms: manifest.created_ms,
                     artifacts: artifacts::needed(std::iter::once(&**manifest)).into_keys().collect(),
-                    held: held(index, id, manifest.version),
+                    held: self.held(index, id, manifest.version),
                 };
                 store.insert(id.clone(), sandbox.versions.values().map(entry).collect());
             }
@@ -241,8 +249,9 @@ impl Inner {
         })
     }
 
-    /// The sizes of all artifacts that versions need, where they are known.
-    async fn sizes(&self) -> BTreeMap<Key, u64> {
+    /// The sizes of all artifacts that versions need, where they are known: what was written for each, or, measured,
+    /// what it holds alone.
+    async fn sizes(&self, measure: bool) -> BTreeMap<Key, u64> {
         let needed = self.store.with(|index| artifacts::needed(artifacts::all_manifests(index)));
         // What an artifact depends on may outlive its own manifest; then its backend alone knows its size.
         let unknown = needed.iter().filter(|(_, artifact)| artifact.bytes.is_none());
@@ -265,7 +274,21 @@ impl Inner {
                 Err(error) => tracing::debug!("some sizes are not known: {error}"),
             }
         }
-        sizes.extend(needed.into_iter().filter_map(|(key, artifact)| Some((key, artifact.bytes?))));
+        for (key, artifact) in needed {
+            if let Some(bytes) = artifact.bytes {
+                sizes.insert(key, bytes);
+            } else if measure && !sizes.contains_key(&key) {
+                let Ok(backend) = self.backend_of(&artifact) else { continue };
+                if !backend.capabilities().accounts {
+                    continue;
+                }
+                let limit = self.options.deadlines.host;
+                match call("measure an artifact", limit, async move { backend.space(&artifact).await }).await {
+                    Ok(space) => _ = sizes.insert(key, space.exclusive),
+                    Err(error) => tracing::debug!("a size is not known: {error}"),
+                }
+            }
+        }
         sizes
     }
 
@@ -280,7 +303,7 @@ impl Inner {
             if let Some(retention) = &inner.retention {
                 // A quota of the store may ask for versions of others.
                 let only = (!retention.spans_sandboxes()).then_some(&id);
-                inner.prune(retention, only).await;
+                inner.prune(retention, only, false).await;
             }
         });
     }
