@@ -8,16 +8,18 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use crab_core::{
-    Artifact, ArtifactId, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, RestoreTarget,
-    Restored, Result, SandboxId,
+    Artifact, ArtifactId, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, FileChanges,
+    RestoreTarget, Restored, Result, SandboxId,
 };
 use rustix::io::Errno;
 
 use crate::capture::{self, BtrfsCaptured};
+use crate::diff::Kinship;
 use crate::journal::Keep;
 use crate::restore::{Restorer, Steps, Straight};
+use crate::subvolume::Info;
 use crate::versions::{self, NAME, Versions};
-use crate::{blocking, failure, ioctl, subvolume};
+use crate::{blocking, diff, failure, ioctl, subvolume};
 
 /// Saves a sandbox's files as a read-only snapshot of the btrfs subvolume that its root is.
 ///
@@ -88,7 +90,7 @@ impl CheckpointBackend for BtrfsBackend {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::default().with_keeps_replaced().with_forks()
+        Capabilities::default().with_keeps_replaced().with_forks().with_diffs()
     }
 
     async fn recover(&self) -> Result<()> {
@@ -140,6 +142,27 @@ impl CheckpointBackend for BtrfsBackend {
         self.versions.require_ours(artifact).ok()?;
         Some(self.versions.path(&artifact.sandbox, &artifact.id))
     }
+
+    /// As the contract says. For artifacts of two sandboxes, or imported ones, it costs a walk over both trees, else
+    /// what was changed; the names of that are held in memory while it runs. A removal of one of the two is
+    /// refused as [`Busy`](crab_core::ErrorKind::Busy) while the kernel compares them.
+    async fn diff(&self, from: &Artifact, to: &Artifact) -> Result<Box<dyn FileChanges>> {
+        let (versions, from, to) = (Arc::clone(&self.versions), from.clone(), to.clone());
+        blocking::run(move || {
+            let ((one, from_info), (other, to_info)) = (side(&versions, &from)?, side(&versions, &to)?);
+            // What was imported did not come to be here, one state after the other.
+            let imported = from_info.received_uuid.or(to_info.received_uuid).is_some();
+            let states = from.sandbox == to.sandbox && !imported;
+            Ok(diff::start(one, other, if states { Kinship::States } else { Kinship::Unknown }))
+        })
+        .await
+    }
+}
+
+fn side(versions: &Versions, artifact: &Artifact) -> Result<(diff::Side, Info)> {
+    let (root, info) = versions.open_whole(artifact)?;
+    let path = versions.path(&artifact.sandbox, &artifact.id);
+    Ok((diff::Side { root, id: info.id, path }, info))
 }
 
 fn list(versions: &Versions, id: &SandboxId) -> Result<Vec<Artifact>> {

@@ -147,6 +147,131 @@ pub(crate) fn commit(fd: impl AsFd) -> Result<()> {
     unsafe { ioctl(fd, Setter::<{ number::BTRFS_IOC_WAIT_SYNC as Opcode }, u64>::new(transaction)) }
 }
 
+/// How a subvolume is sent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SendOptions {
+    /// The number of the read-only subvolume from which the receiver goes on; 0 for none.
+    pub(crate) parent: u64,
+    /// Tell which ranges may differ, and not what is in them.
+    pub(crate) without_data: bool,
+    /// 1 or 2.
+    pub(crate) version: u32,
+    /// Send compressed data as it is stored. Takes version 2.
+    pub(crate) compressed: bool,
+}
+
+/// Writes the stream of the read-only subvolume whose root `snapshot` is into `output`. Runs until all is written.
+///
+/// Where nobody reads any more, the thread gets SIGPIPE, which must not end the process: it is blocked here for good,
+/// so this is for a thread of its own.
+pub(crate) fn send(snapshot: impl AsFd, output: impl AsFd, options: SendOptions) -> Result<()> {
+    use std::os::fd::AsRawFd;
+    block_sigpipe();
+    let mut flags = raw::BTRFS_SEND_FLAG_VERSION;
+    if options.without_data {
+        flags |= raw::BTRFS_SEND_FLAG_NO_FILE_DATA;
+    }
+    if options.compressed {
+        flags |= raw::BTRFS_SEND_FLAG_COMPRESSED;
+    }
+    // From these, besides what is sent itself, ranges may be shared.
+    let mut sources = [options.parent];
+    let count = u64::from(options.parent != 0 && !options.without_data);
+    let args = raw::btrfs_ioctl_send_args {
+        send_fd: i64::from(output.as_fd().as_raw_fd()),
+        clone_sources_count: count,
+        clone_sources: if count == 0 { std::ptr::null_mut() } else { sources.as_mut_ptr() },
+        parent_root: options.parent,
+        flags: u64::from(flags),
+        version: options.version,
+        reserved: [0; 28],
+    };
+    // SAFETY: the number belongs to this argument type, which the kernel only reads; `sources` holds `count` numbers
+    // and outlives the call, and so does `output`.
+    unsafe { ioctl(snapshot, Setter::<{ number::BTRFS_IOC_SEND as Opcode }, _>::new(args)) }
+}
+
+fn block_sigpipe() {
+    // SAFETY: the set is made by `sigemptyset` before it is used, and only this thread's mask is changed.
+    unsafe {
+        let mut set = mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
+    }
+}
+
+/// The key of an item in a tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Key {
+    pub(crate) object: u64,
+    pub(crate) kind: u8,
+    pub(crate) offset: u64,
+}
+
+impl Key {
+    /// The one after it, where there is one.
+    fn next(self) -> Option<Self> {
+        let Self { object, kind, offset } = self;
+        if let Some(offset) = offset.checked_add(1) {
+            return Some(Self { object, kind, offset });
+        }
+        if let Some(kind) = kind.checked_add(1) {
+            return Some(Self { object, kind, offset: 0 });
+        }
+        Some(Self { object: object.checked_add(1)?, kind: 0, offset: 0 })
+    }
+}
+
+/// Gives the items from `first` to `last` of a tree, in order: 0 is the tree of the subvolume that `fd` is in. ENOENT
+/// where there is no such tree.
+pub(crate) fn search(fd: impl AsFd, tree: u64, first: Key, last: Key, mut item: impl FnMut(Key, &[u8])) -> Result<()> {
+    const BUFFER: usize = 64 << 10;
+    #[repr(C)]
+    struct Args {
+        head: raw::btrfs_ioctl_search_args_v2,
+        buffer: [u8; BUFFER],
+    }
+    const HEADER: usize = mem::size_of::<raw::btrfs_ioctl_search_header>();
+    // SAFETY: plain numbers, for which zero is a value.
+    let mut args: Box<Args> = Box::new(unsafe { mem::zeroed() });
+    let mut from = first;
+    loop {
+        args.head.key.tree_id = tree;
+        args.head.key.min_objectid = from.object;
+        args.head.key.max_objectid = last.object;
+        args.head.key.min_type = u32::from(from.kind);
+        args.head.key.max_type = u32::from(last.kind);
+        args.head.key.min_offset = from.offset;
+        args.head.key.max_offset = last.offset;
+        args.head.key.max_transid = u64::MAX;
+        args.head.key.nr_items = u32::MAX;
+        args.head.buf_size = BUFFER as u64;
+        // SAFETY: the number belongs to the head; the kernel reads it in place and writes at most `buf_size` bytes
+        // behind it, where `buffer` is.
+        unsafe { ioctl(fd.as_fd(), Updater::<{ number::BTRFS_IOC_TREE_SEARCH_V2 as Opcode }, _>::new(&mut *args)) }?;
+        let count = args.head.key.nr_items;
+        if count == 0 {
+            return Ok(());
+        }
+        let mut rest = &args.buffer[..];
+        let mut seen = from;
+        for _ in 0..count {
+            let Some((header, after)) = rest.split_at_checked(HEADER) else { return Err(Errno::OVERFLOW) };
+            // SAFETY: the header is plain numbers and as long as the slice; it may lie at any address.
+            let header: raw::btrfs_ioctl_search_header = unsafe { std::ptr::read_unaligned(header.as_ptr().cast()) };
+            let Some((body, after)) = after.split_at_checked(header.len as usize) else { return Err(Errno::OVERFLOW) };
+            seen = Key { object: header.objectid, kind: header.type_ as u8, offset: header.offset };
+            item(seen, body);
+            rest = after;
+        }
+        match seen.next() {
+            Some(next) if next <= last => from = next,
+            _ => return Ok(()),
+        }
+    }
+}
+
 /// Whether the caller may remove subvolumes. Searching a tree needs the same privilege and changes nothing.
 pub(crate) fn check_privilege(fd: impl AsFd) -> Result<()> {
     // SAFETY: plain numbers, for which zero is a value.

@@ -30,6 +30,8 @@ mod backend;
 mod blocking;
 mod busy;
 mod capture;
+mod crc32c;
+mod diff;
 mod failure;
 mod ioctl;
 mod journal;
@@ -37,6 +39,7 @@ mod locks;
 mod restore;
 #[cfg(test)]
 mod restore_cut_short;
+mod send;
 pub mod subvolume;
 mod uuid;
 mod versions;

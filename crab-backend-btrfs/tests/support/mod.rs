@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "these are tests")]
 #![allow(unreachable_pub, reason = "the module is shared by several test crates")]
 
+pub mod churn;
+
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;

@@ -16,43 +16,46 @@ use crate::FileChangeKind;
 #[must_use]
 pub fn differences(from: &Path, to: &Path) -> BTreeMap<Vec<u8>, FileChangeKind> {
     let mut found = BTreeMap::new();
-    compare(from, to, b"", &mut found);
+    compare(Some(from), Some(to), b"", &mut found);
     found
 }
 
-fn compare(from: &Path, to: &Path, at: &[u8], found: &mut BTreeMap<Vec<u8>, FileChangeKind>) {
-    let (a, b) = (from.join(OsStr::from_bytes(at)), to.join(OsStr::from_bytes(at)));
-    let kind = match (look(&a), look(&b)) {
+/// Compares what stands at two places, of which one may be none: below what is no directory on that side.
+fn compare(from: Option<&Path>, to: Option<&Path>, at: &[u8], found: &mut BTreeMap<Vec<u8>, FileChangeKind>) {
+    let (a, b) = (from.unwrap_or(Path::new("")), to.unwrap_or(Path::new("")));
+    let kind = match (from.and_then(look), to.and_then(look)) {
         (None, None) => return,
         (None, Some(_)) => Some(FileChangeKind::Added),
         (Some(_), None) => Some(FileChangeKind::Removed),
-        (Some(old), Some(new)) if !same_content(&a, &old, &b, &new) => Some(FileChangeKind::Content),
-        (Some(old), Some(new)) if !same_metadata(&a, &old, &b, &new) => Some(FileChangeKind::Metadata),
+        (Some(old), Some(new)) if !same_content(a, &old, b, &new) => Some(FileChangeKind::Content),
+        (Some(old), Some(new)) if !same_metadata(a, &old, b, &new) => Some(FileChangeKind::Metadata),
         _ => None,
     };
     if let Some(kind) = kind {
         found.insert(at.to_vec(), kind);
     }
-    let names: BTreeSet<Vec<u8>> = names(&a).into_iter().chain(names(&b)).collect();
+    let (from, to) = (from.filter(|path| is_directory(path)), to.filter(|path| is_directory(path)));
+    let names: BTreeSet<Vec<u8>> = from.iter().chain(&to).flat_map(|path| names(path)).collect();
     for name in names {
+        let [a, b] = [from, to].map(|path| path.map(|path| path.join(OsStr::from_bytes(&name))));
         let below = if at.is_empty() { name } else { [at, b"/", &name].concat() };
-        compare(from, to, &below, found);
+        compare(a.as_deref(), b.as_deref(), &below, found);
     }
 }
 
 fn look(path: &Path) -> Option<fs::Metadata> {
     match fs::symlink_metadata(path) {
         Ok(metadata) => Some(metadata),
-        // Below something that is no directory on this side.
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => None,
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => panic!("look at {}: {error}", path.display()),
     }
 }
 
+fn is_directory(path: &Path) -> bool {
+    look(path).is_some_and(|metadata| metadata.is_dir())
+}
+
 fn names(path: &Path) -> Vec<Vec<u8>> {
-    if !look(path).is_some_and(|metadata| metadata.is_dir()) {
-        return Vec::new();
-    }
     fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name().as_bytes().to_vec()).collect()
 }
 
