@@ -1,13 +1,47 @@
-//! Filesystem checkpoints for Crab by ZFS datasets: **not usable yet**. This crate holds no code.
+//! Filesystem checkpoints for [Crab](crab_core) by ZFS datasets.
 //!
-//! It is to become a [`CheckpointBackend`](crab_core::CheckpointBackend) for sandboxes whose root is a ZFS dataset:
+//! [`ZfsBackend`] is a [`CheckpointBackend`](crab_core::CheckpointBackend) for sandboxes whose root is a ZFS dataset. It
+//! speaks to ZFS by `libzfs_core` alone, which it opens at run time, and needs no ZFS tools: the crate builds anywhere,
+//! and where the library is missing, [`ZfsBackend::open`] says so. OpenZFS 2.2, 2.3 and 2.4 are accepted. [`dataset`] is
+//! for hosts: it makes and clones datasets.
 //!
-//! - a capture is a snapshot of the dataset, which ZFS takes atomically and makes durable with the pool's next
-//!   transaction group; persist waits for that group;
-//! - a restore clones the snapshot beside the dataset and puts it in the dataset's place by renames, which recovery finishes or undoes. `zfs rollback` will not be used: it
-//!   destroys the newer snapshots, and a restore must leave newer versions in place;
-//! - an artifact that a clone was made from cannot be destroyed before the clone is promoted or gone, so artifacts here
-//!   will depend on each other where those of other backends do not;
-//! - the library `libzfs_core.so.3` is to be opened at run time, so that everything builds where there is no ZFS.
+//! ```no_run
+//! use std::path::Path;
+//! use crab_backend_zfs::{ZfsBackend, dataset};
 //!
-//! Until then use the backend for btrfs, or implement the trait for what you have.
+//! # fn main() -> crab_core::Result<()> {
+//! // A new sandbox's root: the dataset tank/boxes/box-1, where tank/boxes is mounted at /tank/boxes.
+//! dataset::create(Path::new("/tank/boxes/box-1"))?;
+//! // Where the backend keeps what belongs to no root: in the same pool.
+//! let backend = ZfsBackend::open("tank/crab")?;
+//! # drop(backend);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Limits
+//! - Datasets inside a root are refused, by name: a snapshot does not reach into them.
+//! - Mounts in the sandbox (tmpfs, bind mounts) are not part of the root and are not saved here.
+//! - Of what was set on a root itself, the common properties go with it at a restore (quotas, reservations, record size,
+//!   mount point, compression and access); others should be set above it, where they are inherited.
+//! - A version is readable as a path only while the dataset that it is on is mounted.
+//! - A host deletes a root by [`ZfsBackend::delete_root`], since versions are snapshots of it.
+
+mod backend;
+mod batch;
+mod blocking;
+mod busy;
+mod capture;
+pub mod dataset;
+mod failure;
+mod journal;
+mod locks;
+mod mounts;
+mod place;
+mod pool;
+mod properties;
+mod restore;
+mod sys;
+mod versions;
+
+pub use backend::ZfsBackend;

@@ -1,0 +1,2 @@
+#include <libnvpair.h>
+#include <libzfs_core.h>
