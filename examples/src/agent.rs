@@ -7,7 +7,9 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use bytes::Bytes;
-use crab_core::{Error, ErrorKind, Result};
+use crab_coordinator::digest::RequestHasher;
+use crab_coordinator::provider::{AnthropicMessages, Provider};
+use crab_core::{Digest, Error, ErrorKind, Result};
 use http_body_util::{BodyExt, Full};
 use hyper_util::rt::TokioIo;
 use serde_json::{Map, Value, json};
@@ -39,8 +41,9 @@ impl Agent {
     }
 
     /// Posts elsewhere from now on.
-    pub fn set_model(&mut self, model: SocketAddr) {
+    pub fn post_to(&mut self, model: SocketAddr, path: &str) {
         self.model = model;
+        self.path = path.to_owned();
     }
 
     /// The conversation.
@@ -67,6 +70,24 @@ impl Agent {
     pub fn rewind(&mut self, responses: usize) {
         // Task, then pairs of response and results.
         self.messages.truncate(1 + 2 * responses);
+    }
+
+    /// Takes the conversation back to the boundary that has this digest. False, and nothing is done, where it was never
+    /// there.
+    pub fn rewind_to(&mut self, boundary: &Digest) -> bool {
+        let mut hasher = RequestHasher::new(AnthropicMessages.conversation());
+        hasher.update(&self.request());
+        let prefixes = hasher.finish().map(|digest| digest.prefixes).unwrap_or_default();
+        let Some(at) = prefixes.iter().position(|prefix| prefix == boundary) else { return false };
+        self.messages.truncate(at + 1);
+        true
+    }
+
+    /// Takes back a response whose calls have no results yet, so that it is asked for again.
+    pub fn ask_again(&mut self) {
+        if self.messages.last().is_some_and(|message| message["role"] == "assistant") {
+            self.messages.pop();
+        }
     }
 
     /// Asks the model. Returns the tool calls of its response; none means that the work is done.

@@ -150,6 +150,11 @@ impl Cgroup {
     }
 }
 
+/// The directory of all sandboxes' cgroups, where cgroup v2 is mounted.
+pub(super) fn parent() -> Option<PathBuf> {
+    mount_point().ok().map(|mount| mount.join("crab"))
+}
+
 /// Where cgroup v2 is mounted: alone or, on a hybrid system, beside the version 1 hierarchies.
 pub(super) fn mount_point() -> Result<PathBuf> {
     let text = std::fs::read_to_string("/proc/self/mountinfo").map_err(|e| Error::io("read the mount table", e))?;

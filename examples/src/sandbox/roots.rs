@@ -1,9 +1,12 @@
 //! Root filesystems for sandboxes: snapshots of the base that `cargo xtask setup` makes.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crab_core::{Error, ErrorKind, Result};
+
+use super::state::ProcessIdentity;
 
 /// Where `cargo xtask setup` put things: `CRAB_HOME`, or `/var/lib/crab`.
 #[must_use]
@@ -77,6 +80,68 @@ impl ScratchRoot {
 impl Drop for ScratchRoot {
     fn drop(&mut self) {
         if let Err(error) = delete_root(&self.0) {
+            eprintln!("left behind: {error}");
+        }
+    }
+}
+
+/// A directory in the pool for all that a run keeps: roots, versions, a store. Goes with all of it when this value goes.
+#[derive(Debug)]
+pub struct ScratchArea(PathBuf);
+
+impl ScratchArea {
+    /// An empty one. The name and this process's id make its path. What processes that have died left in such
+    /// directories is removed first.
+    ///
+    /// # Errors
+    /// Where setup has not run.
+    pub fn new(name: &str) -> Result<Self> {
+        let pool = home().join("pool");
+        if !pool.join("base").exists() {
+            return Err(Error::new(ErrorKind::Unsupported, format!("{} is no pool", pool.display()))
+                .fix("run `cargo xtask setup`"));
+        }
+        let areas = pool.join("areas");
+        for entry in std::fs::read_dir(&areas).into_iter().flatten().flatten() {
+            let area = entry.file_name();
+            let owner = area.to_str().and_then(|area| area.rsplit_once('-')).and_then(|(_, pid)| pid.parse().ok());
+            if owner.is_some_and(|owner| ProcessIdentity::of(owner).is_none()) {
+                remove_tree(&entry.path())?;
+            }
+        }
+        let path = areas.join(format!("{name}-{}", std::process::id()));
+        remove_tree(&path)?;
+        std::fs::create_dir_all(&path).map_err(|e| Error::io(format!("make {}", path.display()), e))?;
+        Ok(Self(path))
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+/// Removes a directory with the subvolumes in it.
+fn remove_tree(path: &Path) -> Result<()> {
+    let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
+    // The number that btrfs gives the root directory of every subvolume.
+    if metadata.is_dir() && metadata.ino() == 256 {
+        return delete_root(path);
+    }
+    let io = |e| Error::io(format!("remove {}", path.display()), e);
+    if !metadata.is_dir() {
+        return std::fs::remove_file(path).map_err(io);
+    }
+    for entry in std::fs::read_dir(path).map_err(io)? {
+        remove_tree(&entry.map_err(io)?.path())?;
+    }
+    std::fs::remove_dir(path).map_err(io)
+}
+
+impl Drop for ScratchArea {
+    fn drop(&mut self) {
+        if let Err(error) = remove_tree(&self.0) {
             eprintln!("left behind: {error}");
         }
     }
