@@ -25,6 +25,8 @@ pub enum ErrorKind {
     Unsupported,
     /// The sandbox holds something that cannot be saved, such as an io_uring.
     NotCheckpointable,
+    /// The sandbox has died: it had tasks and has none any more. Its state is that of its versions.
+    Died,
     /// Stored data is not what was stored: a torn file, a wrong checksum, a missing part.
     Corrupt,
     /// A disk, a pool or a queue is full.
@@ -180,6 +182,7 @@ impl Error {
             ErrorKind::InvalidInput
             | ErrorKind::AlreadyExists
             | ErrorKind::Unsupported
+            | ErrorKind::Died
             | ErrorKind::Full
             | ErrorKind::OverQuota
             | ErrorKind::Poisoned => Advice::Fix,

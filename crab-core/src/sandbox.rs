@@ -17,7 +17,8 @@ pub struct Sandbox {
     pub root: PathBuf,
     /// The cgroup v2 directory that holds all its tasks, directly or in child cgroups.
     pub cgroup: PathBuf,
-    /// The root of its process tree, as a pid of the host's namespace. `None` while nothing lives.
+    /// The root of its process tree, as a pid of the host's namespace. `None` while nothing lives, and for a tree
+    /// whose root is being killed: the engine makes no version of a sandbox that has died.
     pub init: Option<u32>,
     /// What its processes hold that belongs to the host.
     pub external: Vec<External>,

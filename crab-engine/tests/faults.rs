@@ -81,6 +81,7 @@ async fn a_checkpoint_that_fails_twice_leaves_everything_as_it_was() {
                     Fault::Error(kind) => assert_eq!(error.kind(), kind, "{context}: {error}"),
                     Fault::Panic => assert_eq!(error.kind(), ErrorKind::Internal, "{context}: {error}"),
                     Fault::Hang => assert_eq!(error.kind(), ErrorKind::TimedOut, "{context}: {error}"),
+                    Fault::Deaths => assert_eq!(error.kind(), ErrorKind::Died, "{context}: {error}"),
                 },
                 other => panic!("{context}: {other:?}"),
             }

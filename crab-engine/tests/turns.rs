@@ -249,9 +249,9 @@ async fn hidden_and_exposed_time_are_told_apart() {
 #[tokio::test]
 async fn a_sandbox_without_tasks_has_an_empty_half() {
     let f = Fixture::new();
-    let engine = f.engine().await;
     f.world.write(&f.id, "/a", "1").unwrap();
     f.world.crash(&f.id);
+    let engine = f.engine().await;
     f.covered(&engine, 1).await;
     assert_eq!(newest(&engine, &f.id).process, Half::Empty);
     assert_eq!(f.covered(&engine, 2).await, VersionId(1));
@@ -404,4 +404,39 @@ async fn a_source_is_driven_to_its_end() {
     for mut hold in holds {
         assert!(matches!(hold.verdict().await, Verdict::Durable(_)));
     }
+}
+
+#[tokio::test]
+async fn a_sandbox_that_died_makes_no_version_of_its_death() {
+    let f = Fixture::new();
+    let engine = f.engine().await;
+    f.covered(&engine, 1).await;
+    f.world.write(&f.id, "/a", "1").unwrap();
+    f.world.crash(&f.id);
+    let verdict = f.turn(&engine, 2).await;
+    let Verdict::Failed(error) = verdict else { panic!("{verdict:?}") };
+    assert_eq!((error.kind(), error.sandbox_condition()), (ErrorKind::Died, Some(Condition::Stopped)));
+    assert_eq!(newest(&engine, &f.id).version, VersionId(1), "the version before the death is the newest");
+    // Nor does an engine that finds it dead.
+    close(engine).await;
+    let engine = reopen(|| f.builder()).await;
+    assert_eq!(engine.attach(&f.id).await.unwrap_err().kind(), ErrorKind::Died);
+    let report = engine.restore(&f.id, crab_engine::Select::Latest, Default::default()).await.unwrap();
+    assert_eq!(report.version, VersionId(1));
+    assert_eq!(f.world.condition_of(&f.id), Condition::Running);
+    f.covered(&engine, 3).await;
+    assert_sound(&f.world, &engine, "").await;
+}
+
+#[tokio::test]
+async fn a_death_in_the_middle_of_a_capture_makes_no_version() {
+    let f = Fixture::new();
+    let engine = f.engine().await;
+    f.covered(&engine, 1).await;
+    f.world.write(&f.id, "/a", "1").unwrap();
+    f.world.order(Step::Capture(Domain::Filesystem), crab_core::memory::Fault::Deaths);
+    let verdict = f.turn(&engine, 2).await;
+    assert!(matches!(&verdict, Verdict::Failed(error) if error.kind() == ErrorKind::Died), "{verdict:?}");
+    assert_eq!(newest(&engine, &f.id).version, VersionId(1));
+    assert_sound(&f.world, &engine, "").await;
 }

@@ -284,6 +284,8 @@ impl<'a> Run<'a> {
             (self.runner.progress)(&Progress::Recovered);
             return Ok(());
         };
+        // Takes the exit status of a dead init that this process launched; nobody else can.
+        self.sandbox.kill()?;
         let operation = format!("recovery-{}", self.outcome.restores.len() + 1).parse()?;
         let restored = loop {
             match service.restore(&operation).await {

@@ -341,20 +341,25 @@ impl Service {
     /// Has the sandbox restored to its newest version.
     ///
     /// # Errors
-    /// Why it was not, [retryable](crab_core::Advice::Retry) where the service ended in between: restart it, and ask
-    /// for the same operation again.
+    /// Why it was not. Where the service [has ended](Self::has_ended) in between, restart it and ask for the same
+    /// operation again.
     pub async fn restore(&mut self, operation: &OperationId) -> Result<Restored> {
         let ended = || Error::new(ErrorKind::Io, "the service ended before the restore did").retry();
         let mut order = serde_json::to_vec(&Order::Restore { operation: operation.clone() })
             .map_err(|e| Error::new(ErrorKind::Internal, "cannot write an order as JSON").caused_by(e))?;
         order.push(b'\n');
-        self.running.orders.write_all(&order).await.map_err(|e| ended().caused_by(e))?;
+        // Where it takes no orders any more, its messages end as well.
+        let _ = self.running.orders.write_all(&order).await;
         loop {
             match self.next().await {
                 Some(Message::Restored(restored)) => return Ok(restored),
                 Some(Message::Failed { error }) => return Err(Error::new(ErrorKind::Io, error)),
                 Some(_) => {}
-                None => return Err(ended()),
+                None => {
+                    // Its output is closed a moment before it is dead.
+                    let _ = self.running.child.wait().await;
+                    return Err(ended());
+                }
             }
         }
     }

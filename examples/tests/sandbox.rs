@@ -73,6 +73,19 @@ fn a_command_sees_the_sandbox_and_nothing_of_the_host() {
 }
 
 #[test]
+fn a_sandbox_that_is_being_killed_is_described_as_dead_at_once() {
+    if lacking() {
+        return;
+    }
+    let (_root, sandbox) = launch("dying");
+    run(&sandbox, "setsid sleep 1000 >/dev/null 2>&1 &");
+    sandbox.freeze().unwrap();
+    assert!(sandbox.describe().init.is_some(), "frozen is not dead");
+    std::fs::write(sandbox.cgroup().join("cgroup.kill"), "1").unwrap();
+    assert_eq!(sandbox.describe().init, None);
+}
+
+#[test]
 fn the_tools_that_agents_use_are_there() {
     if lacking() {
         return;

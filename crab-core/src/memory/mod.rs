@@ -80,6 +80,8 @@ pub enum Fault {
     Panic,
     /// The call never returns.
     Hang,
+    /// All tasks of all sandboxes die, and the call goes on.
+    Deaths,
 }
 
 /// File contents by path, or what processes hold by their name.
@@ -287,6 +289,11 @@ impl MemoryWorld {
             #[allow(clippy::panic, reason = "it was ordered")]
             Some(Fault::Panic) => panic!("ordered panic at {step:?}"),
             Some(Fault::Hang) => std::future::pending().await,
+            Some(Fault::Deaths) => {
+                let ids: Vec<SandboxId> = self.state().boxes.keys().cloned().collect();
+                ids.iter().for_each(|id| self.crash(id));
+                Ok(())
+            }
         }
     }
 }

@@ -2,11 +2,18 @@
 
 use std::sync::Arc;
 
-use crab_core::{Delta, Manifest, TurnNumber};
+use crab_core::{Condition, Delta, Error, ErrorKind, Manifest, Result, Sandbox, SandboxId, TurnNumber};
 use parking_lot::Mutex;
 
 use super::Inner;
 use crate::policy::{Plan, View, sound};
+
+/// For a sandbox that had tasks and has none any more.
+pub(super) fn died(id: &SandboxId) -> Error {
+    Error::new(ErrorKind::Died, format!("the sandbox {id} has died"))
+        .fix("restore it, or relaunch and attach it")
+        .condition(Condition::Stopped)
+}
 
 #[derive(Debug)]
 pub(super) struct Attached(Mutex<State>);
@@ -17,11 +24,13 @@ struct State {
     last_turn: TurnNumber,
     /// Versions since the last that captured both domains.
     since_full: u64,
+    /// It has had a tree of tasks since it was attached.
+    lived: bool,
 }
 
 impl Attached {
-    pub(super) fn new(standing: Option<Arc<Manifest>>, last_turn: TurnNumber) -> Self {
-        Self(Mutex::new(State { standing, last_turn, since_full: 0 }))
+    pub(super) fn new(standing: Option<Arc<Manifest>>, last_turn: TurnNumber, lived: bool) -> Self {
+        Self(Mutex::new(State { standing, last_turn, since_full: 0, lived }))
     }
 
     pub(super) fn standing(&self) -> Option<Arc<Manifest>> {
@@ -35,6 +44,22 @@ impl Attached {
     pub(super) fn saw_turn(&self, turn: TurnNumber) {
         let mut state = self.0.lock();
         state.last_turn = state.last_turn.max(turn);
+    }
+
+    /// The sandbox was attached anew, with or without a tree of tasks.
+    pub(super) fn begin_anew(&self, lives: bool) {
+        self.0.lock().lived = lives;
+    }
+
+    /// Refuses a sandbox that had a tree of tasks and has none any more: what its files are by now is nothing that
+    /// anybody wants to come back to, and a version of it would stand before the good ones.
+    pub(super) fn check_lives(&self, sandbox: &Sandbox) -> Result<()> {
+        let mut state = self.0.lock();
+        state.lived |= sandbox.init.is_some();
+        if state.lived && sandbox.init.is_none() {
+            return Err(died(&sandbox.id));
+        }
+        Ok(())
     }
 
     /// A durable version stands from now on.

@@ -208,7 +208,7 @@ impl Work {
             return Ok(CutResult::NeedsProcess);
         }
         let begun = Instant::now();
-        let sandbox = inner.describe(&self.id).await?;
+        let sandbox = self.describe_living(attached).await?;
         let process = if inner.process.is_some() {
             ProcessCut::Standing
         } else if sandbox.init.is_none() {
@@ -287,7 +287,7 @@ impl Work {
         artifact: &ArtifactId,
     ) -> Result<Option<Cut>> {
         let inner = &self.inner;
-        let sandbox = inner.describe(&self.id).await?;
+        let sandbox = self.describe_living(attached).await?;
         // This look decides: the sandbox ran on since the boundary.
         let delta = inner.take(&self.id).await;
         let plan = attached.plan(inner, &delta);
@@ -367,6 +367,13 @@ impl Work {
     fn parent(&self, standing: Option<&Manifest>, backend: &Arc<dyn CheckpointBackend>) -> Option<Artifact> {
         let artifact = standing?.half(backend.domain()).artifact()?;
         (artifact.sandbox == self.id && artifact.backend == backend.name()).then(|| artifact.clone())
+    }
+
+    /// What the host says of the sandbox; an error where it has died.
+    async fn describe_living(&self, attached: &Attached) -> Result<Sandbox> {
+        let sandbox = self.inner.describe(&self.id).await?;
+        attached.check_lives(&sandbox)?;
+        Ok(sandbox)
     }
 
     async fn capture_files(
@@ -471,6 +478,15 @@ impl Work {
             }
         };
         let new = [files.clone(), processes.clone()];
+        // Processes that were captured were alive then. Others may have been dying since the last look.
+        if !matches!(processes, Some(Half::Stored(_)))
+            && let Err(error) = self.describe_living(attached).await
+        {
+            for half in new {
+                self.remove_half(half.as_ref()).await;
+            }
+            return Err(error);
+        }
         let stand = |pick: fn(&Manifest) -> &Half| standing.as_deref().map(|manifest| pick(manifest).clone());
         let missing = || Half::Missing("no version held it".to_owned());
         let turns = inner.turns_of(self.job);
@@ -581,6 +597,7 @@ fn is_worth_a_retry(error: &Error) -> bool {
         ErrorKind::InvalidInput
             | ErrorKind::NotFound
             | ErrorKind::Unsupported
+            | ErrorKind::Died
             | ErrorKind::Cancelled
             | ErrorKind::Poisoned
     )

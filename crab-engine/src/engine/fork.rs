@@ -171,9 +171,9 @@ impl Inner {
             passed_over: Vec::new(),
             effects: Vec::new(),
         };
-        self.rewatch(into).await;
+        let lives = matches!(report.process, crate::ProcessOutcome::Restored { .. }) | self.rewatch(into).await;
         self.finish_operation(operation, Outcome::Done(report.clone())).await?;
-        self.install(into, true);
+        self.install(into, true, lives);
         Ok(report)
     }
 

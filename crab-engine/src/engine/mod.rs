@@ -210,7 +210,8 @@ impl Engine {
     /// Attaching an attached sandbox begins anew, for example after the host relaunched it.
     ///
     /// # Errors
-    /// What the host says where it knows no such sandbox; [`ErrorKind::Busy`] where a restore of it did not end;
+    /// What the host says where it knows no such sandbox; [`ErrorKind::Died`] where nothing runs in it though its
+    /// newest version holds processes: it is to be restored, or relaunched first; [`ErrorKind::Busy`] where a restore of it did not end;
     /// [`ErrorKind::TimedOut`]; errors of the store.
     pub async fn attach(&self, id: &SandboxId) -> Result<()> {
         let (inner, id) = (self.0.clone(), id.clone());
@@ -474,8 +475,16 @@ impl Inner {
         let (host, owned) = (self.host.clone(), id.clone());
         call("thaw", self.options.deadlines.host, async move { host.thaw(&owned).await }).await?;
         self.record(id).await?;
+        let lives = sandbox.init.is_some();
+        let saved = self.store.with(|index| {
+            let standing = index.sandboxes.get(id).and_then(lineage::standing);
+            standing.is_some_and(|manifest| manifest.process.artifact().is_some())
+        });
+        if saved && !lives {
+            return Err(attached::died(id));
+        }
         self.watch(sandbox).await?;
-        self.install(id, false);
+        self.install(id, false, lives);
         Ok(())
     }
 
@@ -495,7 +504,7 @@ impl Inner {
 
     /// Turns of the sandbox are accepted from now on. Those that were seen before a restore are not: `anew` tells them
     /// apart.
-    fn install(&self, id: &SandboxId, anew: bool) {
+    fn install(&self, id: &SandboxId, anew: bool, lives: bool) {
         let (standing, last) = self.store.with(|index| {
             let sandbox = index.sandboxes.get(id);
             let standing = sandbox.and_then(|sandbox| lineage::standing(sandbox).cloned());
@@ -506,7 +515,9 @@ impl Inner {
         // Turns that no version covers are not in the store.
         let last = attached.get(id).map_or(last, |before| last.max(before.last_turn()));
         if anew || !attached.contains_key(id) {
-            attached.insert(id.clone(), Arc::new(Attached::new(standing, last)));
+            attached.insert(id.clone(), Arc::new(Attached::new(standing, last, lives)));
+        } else if let Some(before) = attached.get(id) {
+            before.begin_anew(lives);
         }
         drop(attached);
         self.emit(id, EventKind::Attached { standing: version });

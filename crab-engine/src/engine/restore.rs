@@ -201,9 +201,9 @@ impl Inner {
                 .map(|sandbox| lineage::kept_effects(sandbox, &version, operation.standing))
                 .unwrap_or_default(),
         });
-        self.rewatch(id).await;
+        let lives = matches!(report.process, ProcessOutcome::Restored { .. }) | self.rewatch(id).await;
         self.finish_operation(operation, Outcome::Done(report.clone())).await?;
-        self.install(id, true);
+        self.install(id, true, lives);
         Ok(report)
     }
 
@@ -478,15 +478,21 @@ impl Inner {
         Ok(ProcessOutcome::Relaunched { reason: reason.to_owned() })
     }
 
-    /// Watches a restored sandbox. Where that fails every turn counts as changed, which is safe.
-    pub(super) async fn rewatch(&self, id: &SandboxId) {
+    /// Watches a restored sandbox, and tells whether it has tasks. Where it cannot be watched every turn counts as
+    /// changed, which is safe.
+    pub(super) async fn rewatch(&self, id: &SandboxId) -> bool {
+        let mut lives = false;
         let watched = match self.describe(id).await {
-            Ok(sandbox) => self.watch(sandbox).await,
+            Ok(sandbox) => {
+                lives = sandbox.init.is_some();
+                self.watch(sandbox).await
+            }
             Err(error) => Err(error),
         };
         if let Err(error) = watched {
             tracing::warn!(sandbox = %id, "restored, but its changes cannot be seen: {error}");
         }
+        lives
     }
 
     /// Records the end of an operation and forgets the oldest ones of the sandbox.

@@ -20,7 +20,7 @@ pub(super) struct ProcessIdentity {
 impl ProcessIdentity {
     pub(super) fn of(pid: u32) -> Option<Self> {
         let stat = Stat::read(pid)?;
-        (!stat.dead).then_some(Self { pid, started: stat.started })
+        (!stat.dead && !is_killed(pid)).then_some(Self { pid, started: stat.started })
     }
 
     /// Whether it lives or is dead with nobody having asked how it ended.
@@ -46,15 +46,27 @@ impl Stat {
     }
 
     fn parse(text: &str) -> Option<Self> {
+        /// PF_EXITING of include/linux/sched.h: it is on its way out and has no namespaces or files any more.
+        const EXITING: u64 = 0x4;
         // The name, in parentheses, may hold anything; what follows its last one is plain.
         let (_, rest) = text.rsplit_once(')')?;
         let fields: Vec<&str> = rest.split_whitespace().collect();
         Some(Self {
-            dead: matches!(*fields.first()?, "Z" | "X"),
+            dead: matches!(*fields.first()?, "Z" | "X") || fields.get(6)?.parse::<u64>().ok()? & EXITING != 0,
             session: fields.get(3)?.parse().ok()?,
             started: fields.get(19)?.parse().ok()?,
         })
     }
+}
+
+/// Whether a SIGKILL, which is signal 9, is on its way to the process.
+fn is_killed(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let pending = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+    };
+    (pending("SigPnd:") | pending("ShdPnd:")) & 1 << 8 != 0
 }
 
 /// The state file of a sandbox.

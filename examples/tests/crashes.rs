@@ -1,0 +1,91 @@
+//! The main job with all real parts: sessions are worked through with Crab as a process of its own, and whatever dies
+//! at whatever moment, the work ends as if nothing had happened.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crab_core::{Error, Result};
+use crab_examples::crash::{Crash, Moment, Numbers};
+use crab_examples::run::{Outcome, Recovery, Runner};
+use crab_examples::sandbox::{criu_binary, home, leftovers};
+use crab_examples::session::Session;
+
+/// Why the machine cannot run these tests, said once per test.
+fn lacking() -> bool {
+    let ready = home().join("pool/base/sbin/crab-init").exists() && criu_binary().exists();
+    if !ready {
+        println!("skipped: sandboxes (root and `cargo xtask setup` are needed)");
+    }
+    !ready
+}
+
+fn runner(session: Session) -> Runner {
+    Runner::new(Arc::new(session), Path::new(env!("CARGO_BIN_EXE_demo")))
+}
+
+/// The runs of these tests have names of their own, so that what they leave can be told.
+fn assert_nothing_left(name: &str) {
+    // The kernel takes a dead cgroup's last process away a moment after its end.
+    for _ in 0..50 {
+        if leftovers(name).is_empty() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert_eq!(leftovers(name), Vec::<String>::new());
+}
+
+/// Runs some crashes at a time and says of each how it ended.
+async fn all(runner: Arc<Runner>, name: &str, crashes: Vec<(u64, Crash)>) -> Vec<(u64, Crash, Result<Outcome>)> {
+    let places = Arc::new(tokio::sync::Semaphore::new(2));
+    let mut runs = tokio::task::JoinSet::new();
+    for (seed, crash) in crashes {
+        let (runner, places, name) = (Arc::clone(&runner), Arc::clone(&places), format!("{name}-{seed}"));
+        runs.spawn(async move {
+            let _place = places.acquire().await.map_err(|e| Error::new(crab_core::ErrorKind::Internal, e.to_string()));
+            (seed, crash, runner.run(&name, Recovery::Crab, Some(crash)).await)
+        });
+    }
+    runs.join_all().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn twenty_random_crashes_end_as_the_run_without_a_fault() {
+    if lacking() {
+        return;
+    }
+    let mut runner = runner(Session::ticket_desk().unwrap());
+    let turns = runner.session.responses.len();
+    let truth = runner.truth("seeds-truth").await.unwrap();
+    runner.command_times = truth.command_times.clone();
+    let crashes = (1..=20).map(|seed| (seed, Crash::random(seed, turns))).collect();
+    for (seed, crash, outcome) in all(Arc::new(runner), "seeds", crashes).await {
+        let outcome = outcome.unwrap_or_else(|error| panic!("seed {seed}, {crash:?}: {error}"));
+        assert!(outcome.crashed, "seed {seed}: {crash:?} did not happen");
+        assert_eq!(outcome.end.differences(&truth.end), Vec::<String>::new(), "seed {seed}, {crash:?}");
+        let lives = if crash.moment.ends_sandbox() { 1.. } else { 0.. };
+        assert!(lives.contains(&outcome.restores.len()), "seed {seed}, {crash:?}: {:?}", outcome.restores);
+        assert_eq!(outcome.restarts > 0, crash.moment.ends_crab(), "seed {seed}, {crash:?}");
+    }
+    assert_nothing_left("seeds-");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn less_than_files_and_processes_does_not_end_the_same() {
+    if lacking() {
+        return;
+    }
+    let runner = runner(Session::ticket_desk().unwrap());
+    let truth = runner.truth("less-truth").await.unwrap();
+    // Both servers hold state by then.
+    let crash = Crash::at(19, Moment::AfterCommand, &mut Numbers(1));
+    for (name, recovery) in [("less-chat", Recovery::ChatOnly), ("less-files", Recovery::ChatAndFiles)] {
+        let outcome = runner.run(name, recovery, Some(crash)).await.unwrap();
+        assert!(outcome.crashed);
+        let differences = outcome.end.differences(&truth.end);
+        assert!(differences.iter().any(|line| line.contains("7070 COUNT")), "{recovery:?}: {differences:?}");
+    }
+    assert_nothing_left("less-");
+}
