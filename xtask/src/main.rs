@@ -15,6 +15,9 @@ Usage: cargo xtask TASK
 Tasks:
   setup [--check]            make this machine ready: host packages, CRIU, the btrfs pool, the
                              sandboxes' root filesystem. With --check, only say what is missing
+  demo [--seed N] [--crash-at TURN|random] [--json FILE]
+                             setup, then the main job to watch: an agent's sandbox and Crab are killed at
+                             six moments, and each time the work ends as if nothing had happened
   test [ARGS...]             setup, then `cargo test --workspace ARGS`; says what was skipped
   bench NAME [--json FILE]   setup, then one bench, built for speed; without a name, lists them
   help                       this text
@@ -31,6 +34,7 @@ fn main() -> ExitCode {
     };
     let outcome = match task {
         "setup" => setup::main(rest),
+        "demo" => tasks::demo(rest),
         "test" => tasks::test(rest),
         "bench" => tasks::bench(rest),
         "help" | "--help" | "-h" => {

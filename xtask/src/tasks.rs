@@ -72,6 +72,13 @@ pub(crate) fn bench(arguments: &[String]) -> Result<ExitCode, String> {
     release("crab-benches", "crab-bench", arguments)
 }
 
+/// `cargo xtask demo [ARGS...]`: setup, then the demo, built for speed.
+pub(crate) fn demo(arguments: &[String]) -> Result<ExitCode, String> {
+    ready()?;
+    println!("xtask: building the demo");
+    release("crab-examples", "demo", arguments)
+}
+
 /// Builds a program of the workspace for speed and runs it.
 fn release(package: &str, program: &str, arguments: &[String]) -> Result<ExitCode, String> {
     let status = cargo()
