@@ -8,18 +8,21 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use crab_core::{
-    Artifact, ArtifactId, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, FileChanges,
-    RestoreTarget, Restored, Result, SandboxId,
+    Artifact, ArtifactId, ByteStream, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error,
+    ErrorKind, ExportRequest, FileChanges, ImportRequest, RestoreTarget, Restored, Result, SandboxId,
 };
 use rustix::io::Errno;
+use tokio::sync::mpsc;
 
 use crate::capture::{self, BtrfsCaptured};
 use crate::diff::Kinship;
+use crate::export::Export;
+use crate::import::Part;
 use crate::journal::Keep;
 use crate::restore::{Restorer, Steps, Straight};
 use crate::subvolume::Info;
 use crate::versions::{self, NAME, Versions};
-use crate::{blocking, diff, failure, ioctl, subvolume};
+use crate::{blocking, diff, export, failure, import, ioctl, subvolume};
 
 /// Saves a sandbox's files as a read-only snapshot of the btrfs subvolume that its root is.
 ///
@@ -90,7 +93,7 @@ impl CheckpointBackend for BtrfsBackend {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::default().with_keeps_replaced().with_forks().with_diffs()
+        Capabilities::default().with_keeps_replaced().with_forks().with_diffs().with_exports()
     }
 
     async fn recover(&self) -> Result<()> {
@@ -157,6 +160,44 @@ impl CheckpointBackend for BtrfsBackend {
         })
         .await
     }
+
+    /// As the contract says. The stream is that of `btrfs send`, of which `btrfs receive -e` takes all but the last 20
+    /// bytes. Compressed data is sent as it is stored. The flags of files (`chattr`), such as that for no copies on
+    /// write, are not sent. A removal of what is exported is refused as [`Busy`](crab_core::ErrorKind::Busy) meanwhile.
+    async fn export(&self, request: ExportRequest<'_>) -> Result<Box<dyn ByteStream>> {
+        if request.resume.is_some() {
+            return Err(Error::new(ErrorKind::Unsupported, "btrfs cannot continue an import").fix("export it anew"));
+        }
+        let (versions, artifact, base) = (Arc::clone(&self.versions), request.artifact.clone(), request.base.cloned());
+        blocking::run(move || {
+            let (root, _) = versions.open_whole(&artifact)?;
+            let base = base.map_or(Ok(0), |base| versions.open_whole(&base).map(|(_, info)| info.id))?;
+            export::start(Export { root, path: versions.path(&artifact.sandbox, &artifact.id), base })
+        })
+        .await
+    }
+
+    /// As the contract says. A dropped import that had all of its stream may end as an artifact.
+    async fn import(&self, request: ImportRequest<'_>) -> Result<Artifact> {
+        let ImportRequest { sandbox, artifact, base, stream } = request;
+        let (sender, receiver) = mpsc::channel(4);
+        let (versions, sandbox, base) = (Arc::clone(&self.versions), sandbox.clone(), base.cloned());
+        let work = blocking::start(move || import::run(&versions, &sandbox, artifact, base.as_ref(), receiver))?;
+        let fed = async {
+            while let Some(piece) = stream.next().await? {
+                if sender.send(Part::Piece(piece)).await.is_err() {
+                    // The work has ended, and says why.
+                    return Ok(());
+                }
+            }
+            let _ = sender.send(Part::End).await;
+            Ok(())
+        }
+        .await;
+        drop(sender);
+        let imported = work.await;
+        fed.and(imported)
+    }
 }
 
 fn side(versions: &Versions, artifact: &Artifact) -> Result<(diff::Side, Info)> {
@@ -205,6 +246,11 @@ fn remove(versions: &Versions, restorer: &Restorer, artifact: &Artifact) -> Resu
 fn destroy(versions: &Versions, sandbox: &SandboxId, directory: impl std::os::fd::AsFd, name: &OsStr) -> Result<()> {
     match ioctl::destroy_subvolume(directory, name) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
+        // The privilege was there when the directory was opened; this is said of what the kernel is sending, too.
+        Err(Errno::PERM) => {
+            let path = versions.directory(sandbox).join(name);
+            Err(Error::new(ErrorKind::Busy, format!("{} is being compared or exported", path.display())))
+        }
         Err(errno) => Err(failure::at("remove the subvolume", &versions.directory(sandbox).join(name))(errno)),
     }
 }
@@ -225,9 +271,9 @@ fn recover_sandbox(versions: &Versions, restorer: &Restorer, sandbox: &SandboxId
     let _locked = versions.lock(sandbox);
     let Some(directory) = versions.open_sandbox(sandbox)? else { return Ok(()) };
     for name in versions.names(sandbox)? {
-        if versions::is_capture(&name) {
+        if versions::is_unfinished(&name) {
             destroy(versions, sandbox, &directory, &name)?;
-            tracing::debug!(%sandbox, name = %name.display(), "removed a capture that was never persisted");
+            tracing::debug!(%sandbox, name = %name.display(), "removed what never became an artifact");
         }
     }
     let journal = versions.journal(sandbox);

@@ -10,18 +10,30 @@ where
     T: Send + 'static,
     F: FnOnce() -> Result<T> + Send + 'static,
 {
+    start(work)?.await
+}
+
+/// As [`run`], but the work begins at once and not when the future is polled.
+pub(crate) fn start<T, F>(work: F) -> Result<impl Future<Output = Result<T>> + Send>
+where
+    T: Send + 'static,
+    F: FnOnce() -> Result<T> + Send + 'static,
+{
     let handle = Handle::try_current().map_err(|error| {
         Error::new(ErrorKind::InvalidInput, "the btrfs backend was called outside of a tokio runtime")
             .caused_by(error)
             .fix("call it from a task of a tokio runtime")
     })?;
-    match handle.spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(error) if error.is_cancelled() => {
-            Err(Error::new(ErrorKind::Cancelled, "the tokio runtime is shutting down").caused_by(error))
+    let work = handle.spawn_blocking(work);
+    Ok(async {
+        match work.await {
+            Ok(result) => result,
+            Err(error) if error.is_cancelled() => {
+                Err(Error::new(ErrorKind::Cancelled, "the tokio runtime is shutting down").caused_by(error))
+            }
+            Err(error) => Err(Error::new(ErrorKind::Internal, "a btrfs call panicked").caused_by(error)),
         }
-        Err(error) => Err(Error::new(ErrorKind::Internal, "a btrfs call panicked").caused_by(error)),
-    }
+    })
 }
 
 /// Runs `work` at leisure: on a thread that may block where there is a runtime, else here and now.

@@ -18,7 +18,7 @@ use crate::{blocking, failure, ioctl};
 /// A snapshot in a sandbox's directory that is removed when this is dropped, which blocks for a moment. It takes no
 /// lock, so that it can be dropped under one.
 #[derive(Debug)]
-struct Unfinished {
+pub(crate) struct Unfinished {
     versions: Arc<Versions>,
     sandbox: SandboxId,
     /// Its name now; `None` once there is nothing to remove.
@@ -57,7 +57,7 @@ pub(crate) fn take(
         ioctl::create_snapshot(&directory, &name, &root, true)
             .map_err(failure::at("take a snapshot of", &sandbox.root))?;
         let path = versions.directory(&sandbox.id).join(&name);
-        let snapshot = Unfinished { versions: Arc::clone(versions), sandbox: sandbox.id.clone(), name: Some(name) };
+        let snapshot = Unfinished::new(versions, &sandbox.id, name);
         let info = subvolume::info(&path)?;
         // One that was made while the snapshot was taken would be an empty directory in it.
         refuse_nested(&root, &sandbox.root)?;
@@ -66,7 +66,7 @@ pub(crate) fn take(
     };
     let (snapshot, info) = take().inspect_err(|_| versions.tidy(&sandbox.id))?;
     tracing::debug!(sandbox = %sandbox.id, %artifact, subvolume = info.id, "took a snapshot");
-    Ok(Staged { snapshot, artifact, info, root: root_uuid })
+    Ok(Staged::new(snapshot, artifact, info, root_uuid))
 }
 
 /// Refuses a root with subvolumes inside it: a snapshot would hold an empty directory in place of each.
@@ -86,8 +86,12 @@ pub(crate) fn refuse_nested(root: impl AsFd, path: &Path) -> Result<()> {
 }
 
 impl Staged {
+    pub(crate) fn new(snapshot: Unfinished, artifact: ArtifactId, info: Info, root: Option<Uuid>) -> Self {
+        Self { snapshot, artifact, info, root }
+    }
+
     /// Gives the snapshot the artifact's name, for good. Blocks.
-    fn persist(self) -> Result<Artifact> {
+    pub(crate) fn persist(self) -> Result<Artifact> {
         let Self { mut snapshot, artifact, info, root } = self;
         let (versions, sandbox) = (Arc::clone(&snapshot.versions), snapshot.sandbox.clone());
         let path = versions.directory(&sandbox);
@@ -121,6 +125,10 @@ impl Staged {
 }
 
 impl Unfinished {
+    pub(crate) fn new(versions: &Arc<Versions>, sandbox: &SandboxId, name: OsString) -> Self {
+        Self { versions: Arc::clone(versions), sandbox: sandbox.clone(), name: Some(name) }
+    }
+
     fn remove(&mut self) -> Result<()> {
         let Some(name) = self.name.take() else { return Ok(()) };
         let Some(directory) = self.versions.open_sandbox(&self.sandbox)? else { return Ok(()) };

@@ -12,6 +12,8 @@ use linux_raw_sys::ioctl as number;
 use rustix::io::{Errno, Result};
 use rustix::ioctl::{Getter, Opcode, Setter, Updater, ioctl};
 
+use crate::send::stream::Encoding;
+
 /// What the kernel tells about a subvolume.
 pub(crate) type SubvolumeInfo = raw::btrfs_ioctl_get_subvol_info_args;
 
@@ -189,6 +191,57 @@ pub(crate) fn send(snapshot: impl AsFd, output: impl AsFd, options: SendOptions)
     // SAFETY: the number belongs to this argument type, which the kernel only reads; `sources` holds `count` numbers
     // and outlives the call, and so does `output`.
     unsafe { ioctl(snapshot, Setter::<{ number::BTRFS_IOC_SEND as Opcode }, _>::new(args)) }
+}
+
+/// Writes compressed data as it is. EINVAL where the filesystem cannot keep it so.
+pub(crate) fn write_encoded(file: impl AsFd, offset: u64, data: &[u8], encoding: Encoding) -> Result<()> {
+    let data = libc::iovec { iov_base: data.as_ptr().cast_mut().cast(), iov_len: data.len() };
+    let args = raw::btrfs_ioctl_encoded_io_args {
+        iov: (&raw const data).cast(),
+        iovcnt: 1,
+        offset: i64::try_from(offset).map_err(|_| Errno::INVAL)?,
+        flags: 0,
+        len: encoding.file_length,
+        unencoded_len: encoding.length,
+        unencoded_offset: encoding.offset,
+        compression: encoding.compression,
+        encryption: encoding.encryption,
+        reserved: [0; 64],
+    };
+    const WRITE: Opcode = rustix::ioctl::opcode::write::<raw::btrfs_ioctl_encoded_io_args>(0x94, 64);
+    // It returns the length that was written, which rustix takes for the success that it is.
+    // SAFETY: the number belongs to this argument type, which the kernel only reads, as it does the bytes that the one
+    // vector names; both outlive the call.
+    unsafe { ioctl(file, Setter::<WRITE, _>::new(args)) }
+}
+
+/// Makes a range of `file` share the blocks of a range of `source`.
+pub(crate) fn clone_range(
+    file: impl AsFd,
+    offset: u64,
+    source: impl AsFd,
+    source_offset: u64,
+    length: u64,
+) -> Result<()> {
+    use std::os::fd::AsRawFd;
+    let args = raw::btrfs_ioctl_clone_range_args {
+        src_fd: i64::from(source.as_fd().as_raw_fd()),
+        src_offset: source_offset,
+        src_length: length,
+        dest_offset: offset,
+    };
+    // SAFETY: the number belongs to this argument type, which the kernel only reads; `source` stays open during it.
+    unsafe { ioctl(file, Setter::<{ number::FICLONERANGE as Opcode }, _>::new(args)) }
+}
+
+/// Records of which subvolume, in which state, the writable subvolume whose root `root` is was received.
+pub(crate) fn set_received(root: impl AsFd, uuid: [u8; 16], transaction: u64) -> Result<()> {
+    // SAFETY: plain numbers, for which zero is a value.
+    let mut args: raw::btrfs_ioctl_received_subvol_args = unsafe { mem::zeroed() };
+    args.uuid = uuid.map(|byte| byte as c_char);
+    args.stransid = transaction;
+    // SAFETY: the number belongs to this type, which the kernel reads and fills in place.
+    unsafe { ioctl(root, Updater::<{ number::BTRFS_IOC_SET_RECEIVED_SUBVOL as Opcode }, _>::new(&mut args)) }
 }
 
 fn block_sigpipe() {

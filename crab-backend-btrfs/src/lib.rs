@@ -32,10 +32,13 @@ mod busy;
 mod capture;
 mod crc32c;
 mod diff;
+mod export;
 mod failure;
+mod import;
 mod ioctl;
 mod journal;
 mod locks;
+mod receive;
 mod restore;
 #[cfg(test)]
 mod restore_cut_short;

@@ -6,6 +6,7 @@
 //!   SANDBOX/                  0700, one for each sandbox
 //!     ARTIFACT/               a read-only snapshot
 //!     .capture-ARTIFACT/      a snapshot that is not persisted yet
+//!     .import-ARTIFACT/       a subvolume that is being imported
 //!     .restore                the journal of the last restore into this sandbox
 //! ```
 //!
@@ -37,6 +38,7 @@ const MARK: &str = ".crab-btrfs";
 /// Says what wrote the directory, and in which format.
 const MARK_TEXT: &str = "crab-backend-btrfs 1\n";
 const CAPTURE: &str = ".capture-";
+const IMPORT: &str = ".import-";
 const JOURNAL: &str = ".restore";
 
 const FACT_UUID: &str = "subvolume-uuid";
@@ -272,9 +274,14 @@ pub(crate) fn capture_name(id: &ArtifactId) -> OsString {
     format!("{CAPTURE}{id}").into()
 }
 
-/// Whether a name in a sandbox's directory is that of a capture that is not persisted yet.
-pub(crate) fn is_capture(name: &OsStr) -> bool {
-    name.as_encoded_bytes().starts_with(CAPTURE.as_bytes())
+/// The name of a subvolume that is being imported.
+pub(crate) fn import_name(id: &ArtifactId) -> OsString {
+    format!("{IMPORT}{id}").into()
+}
+
+/// Whether a name in a sandbox's directory is that of a subvolume that is not an artifact yet.
+pub(crate) fn is_unfinished(name: &OsStr) -> bool {
+    [CAPTURE, IMPORT].iter().any(|begin| name.as_encoded_bytes().starts_with(begin.as_bytes()))
 }
 
 fn make_directory(path: &Path) -> Result<()> {

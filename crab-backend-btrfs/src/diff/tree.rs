@@ -33,7 +33,7 @@ pub(super) struct Tree {
 pub(super) type Attributes = BTreeMap<Vec<u8>, Vec<u8>>;
 
 /// The parent's path and the last name. The root has neither.
-pub(super) fn split(path: &[u8]) -> (&[u8], &[u8]) {
+pub(crate) fn split(path: &[u8]) -> (&[u8], &[u8]) {
     match path.iter().rposition(|byte| *byte == b'/') {
         Some(slash) => (&path[..slash], &path[slash + 1..]),
         None => (&[], path),

@@ -201,6 +201,11 @@ impl<R: Read> Commands<R> {
         let attributes = Attributes::read(&self.buffer, self.version)?;
         attributes.command(u16::from_le_bytes(number))
     }
+
+    /// What the commands were read from.
+    pub(crate) fn into_input(self) -> R {
+        self.input
+    }
 }
 
 /// Attributes by number.

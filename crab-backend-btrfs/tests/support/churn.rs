@@ -23,6 +23,11 @@ impl Churn {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) % bound
     }
 
+    /// A random byte.
+    pub fn byte(&mut self) -> u8 {
+        self.below(256) as u8
+    }
+
     /// All paths of the tree, directories first.
     fn paths(root: &Path, directories: bool) -> Vec<PathBuf> {
         let mut found = if directories { vec![root.to_owned()] } else { Vec::new() };

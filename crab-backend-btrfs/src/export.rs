@@ -1,0 +1,115 @@
+//! An artifact as a stream of bytes: what btrfs sends, then how long that was and its checksum.
+//!
+//! The stream of btrfs guards each command by a checksum; what follows it tells a whole stream from one that lacks
+//! commands.
+
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use async_trait::async_trait;
+use crab_core::{ByteStream, Error, ErrorKind, Result};
+use tokio::sync::mpsc::{Receiver, Sender, channel};
+
+use crate::ioctl::SendOptions;
+use crate::send::{self, Sending};
+use crate::{blocking, crc32c};
+
+/// How much goes from the reading thread to the caller at once.
+const PIECE: usize = 256 << 10;
+const PIECES: usize = 4;
+
+/// What stands behind the stream of btrfs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Trailer {
+    /// Bytes before the trailer.
+    pub(crate) length: u64,
+    /// Their checksum.
+    pub(crate) crc: u32,
+}
+
+impl Trailer {
+    pub(crate) const LENGTH: usize = 20;
+    const MAGIC: &[u8; 8] = b"crab-end";
+
+    /// What stands behind nothing.
+    pub(crate) fn empty() -> Self {
+        Self { length: 0, crc: !0 }
+    }
+
+    pub(crate) fn add(&mut self, bytes: &[u8]) {
+        self.length += bytes.len() as u64;
+        self.crc = crc32c::update(self.crc, bytes);
+    }
+
+    pub(crate) fn to_bytes(self) -> Vec<u8> {
+        [&Self::MAGIC[..], &self.length.to_le_bytes(), &self.crc.to_le_bytes()].concat()
+    }
+}
+
+/// A read-only subvolume that is to be sent.
+#[derive(Debug)]
+pub(crate) struct Export {
+    pub(crate) root: OwnedFd,
+    pub(crate) path: PathBuf,
+    /// The number of the subvolume that the receiver has; 0 for none.
+    pub(crate) base: u64,
+}
+
+/// Begins to send.
+pub(crate) fn start(export: Export) -> Result<Box<dyn ByteStream>> {
+    let version = send::version();
+    let options = SendOptions { parent: export.base, without_data: false, version, compressed: version >= 2 };
+    let sending = Sending::start(export.root, options)?;
+    let (sender, receiver) = channel(PIECES);
+    blocking::later(move || {
+        if let Err(error) = pump(sending, &export.path, &sender) {
+            // Where nobody wants it any more, nobody wants the reason.
+            let _ = sender.blocking_send(Err(error));
+        }
+    });
+    Ok(Box::new(Exported { receiver, ended: false }))
+}
+
+/// Gives all pieces to the channel, as long as somebody wants them.
+fn pump(mut sending: Sending, path: &std::path::Path, sender: &Sender<Result<Vec<u8>>>) -> Result<()> {
+    let mut trailer = Trailer::empty();
+    loop {
+        let mut piece = Vec::with_capacity(PIECE);
+        let read = sending.by_ref().take(PIECE as u64).read_to_end(&mut piece);
+        read.map_err(|error| Error::io("read what the kernel sends of a subvolume", error))?;
+        if piece.is_empty() {
+            break;
+        }
+        trailer.add(&piece);
+        if sender.blocking_send(Ok(piece)).is_err() {
+            return Ok(());
+        }
+    }
+    sending.finish(path)?;
+    // An empty piece tells the end from a thread that broke off.
+    for last in [trailer.to_bytes(), Vec::new()] {
+        let _ = sender.blocking_send(Ok(last));
+    }
+    Ok(())
+}
+
+struct Exported {
+    receiver: Receiver<Result<Vec<u8>>>,
+    ended: bool,
+}
+
+#[async_trait]
+impl ByteStream for Exported {
+    async fn next(&mut self) -> Result<Option<Vec<u8>>> {
+        if self.ended {
+            return Ok(None);
+        }
+        let piece =
+            self.receiver.recv().await.unwrap_or_else(|| {
+                Err(Error::new(ErrorKind::Internal, "the thread that sends a subvolume broke off"))
+            })?;
+        self.ended = piece.is_empty();
+        Ok((!self.ended).then_some(piece))
+    }
+}

@@ -1,0 +1,287 @@
+//! What is exported and imported is what it was, in both versions of the stream, of every kind of root.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Read;
+use std::path::Path;
+
+use async_trait::async_trait;
+use crab_core::conformance::trees;
+use crab_core::{Artifact, ByteStream, CheckpointBackend, ErrorKind, ExportRequest, ImportRequest, Result, SandboxId};
+use proptest::prelude::*;
+use rustix::fs::IFlags;
+
+use crate::BtrfsBackend;
+use crate::export::Trailer;
+use crate::ioctl::SendOptions;
+use crate::send::Sending;
+use crate::subvolume;
+use crate::support::churn::Churn;
+use crate::support::{Pool, artifact_id, checkpoint, names, run};
+
+struct Pieces(Vec<Vec<u8>>);
+
+#[async_trait]
+impl ByteStream for Pieces {
+    async fn next(&mut self) -> Result<Option<Vec<u8>>> {
+        Ok((!self.0.is_empty()).then(|| self.0.remove(0)))
+    }
+}
+
+fn id(name: &str) -> SandboxId {
+    SandboxId::new(name).unwrap()
+}
+
+async fn export(backend: &BtrfsBackend, request: ExportRequest<'_>) -> Vec<u8> {
+    let mut stream = backend.export(request).await.unwrap();
+    let mut bytes = Vec::new();
+    while let Some(piece) = stream.next().await.unwrap() {
+        bytes.extend(piece);
+    }
+    bytes
+}
+
+async fn import(backend: &BtrfsBackend, name: &str, base: Option<&Artifact>, bytes: &[u8]) -> Result<Artifact> {
+    let mut stream = Pieces(bytes.chunks(50_001).map(<[u8]>::to_vec).collect());
+    let sandbox = id("imported");
+    backend.import(ImportRequest { sandbox: &sandbox, artifact: artifact_id(name), base, stream: &mut stream }).await
+}
+
+/// The stream in a version of choice, as the kernel of another host might give it.
+fn export_in(backend: &BtrfsBackend, version: u32, base: Option<&Artifact>, artifact: &Artifact) -> Vec<u8> {
+    let path = |artifact: &Artifact| backend.tree(artifact).unwrap();
+    let parent = base.map_or(0, |base| subvolume::info(&path(base)).unwrap().id);
+    let options = SendOptions { parent, without_data: false, version, compressed: false };
+    let path = path(artifact);
+    let mut sending = Sending::start(subvolume::open(&path).unwrap(), options).unwrap();
+    let mut bytes = Vec::new();
+    sending.read_to_end(&mut bytes).unwrap();
+    sending.finish(&path).unwrap();
+    let mut trailer = Trailer::empty();
+    trailer.add(&bytes);
+    bytes.extend(trailer.to_bytes());
+    bytes
+}
+
+#[track_caller]
+fn check(backend: &BtrfsBackend, original: &Artifact, copy: &Artifact) {
+    let differ = trees::differences(&backend.tree(original).unwrap(), &backend.tree(copy).unwrap());
+    let shown: BTreeMap<_, _> = differ.iter().map(|(p, k)| (String::from_utf8_lossy(p).into_owned(), k)).collect();
+    assert!(shown.is_empty(), "{shown:?}");
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build().unwrap()
+}
+
+/// Runs random changes on roots with these flags, and carries two states over, the second on top of the first.
+fn carried_over(flags: IFlags, cases: u32) {
+    let Some(pool) = Pool::with(1 << 30, &[]) else { return };
+    let (runtime, backend) = (runtime(), pool.backend());
+    let next = std::cell::Cell::new(0);
+    let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
+    proptest!(config, |(seed: u64, before in 0..50_u32, between in 1..30_u32)| {
+        let case = next.replace(next.get() + 1);
+        let sandbox = pool.sandbox(&format!("box-{case}"));
+        rustix::fs::ioctl_setflags(fs::File::open(&sandbox.root).unwrap(), flags).unwrap();
+        let mut churn = Churn::new(seed);
+        runtime.block_on(async {
+            (0..before).for_each(|_| churn.step(&sandbox.root));
+            let one = checkpoint(&backend, &sandbox, "one").await.unwrap();
+            (0..between).for_each(|_| churn.step(&sandbox.root));
+            let two = checkpoint(&backend, &sandbox, "two").await.unwrap();
+            let mut all = vec![one.clone(), two.clone()];
+            for how in ["ours", "v1", "v2"] {
+                let (full, since) = match how {
+                    "ours" => (
+                        export(&backend, ExportRequest::full(&one)).await,
+                        export(&backend, ExportRequest::since(&one, &two)).await,
+                    ),
+                    how => {
+                        let version = if how == "v1" { 1 } else { 2 };
+                        (export_in(&backend, version, None, &one), export_in(&backend, version, Some(&one), &two))
+                    }
+                };
+                let first = import(&backend, &format!("{how}-{case}"), None, &full).await.unwrap();
+                check(&backend, &one, &first);
+                let second = import(&backend, &format!("{how}-{case}-b"), Some(&first), &since).await.unwrap();
+                check(&backend, &two, &second);
+                backend.verify(&second).await.unwrap();
+                all.extend([first, second]);
+            }
+            for artifact in &all {
+                backend.remove(artifact).await.unwrap();
+            }
+            assert_eq!(names(&pool.versions()), [".crab-btrfs"]);
+        });
+        subvolume::delete(&sandbox.root).unwrap();
+    });
+}
+
+#[test]
+fn any_tree_is_carried_over() {
+    carried_over(IFlags::empty(), 12);
+}
+
+#[test]
+fn trees_that_are_stored_compressed_are_carried_over() {
+    carried_over(IFlags::COMPRESSED, 6);
+}
+
+#[test]
+fn trees_without_copies_on_write_are_carried_over() {
+    carried_over(IFlags::NOCOW, 6);
+}
+
+#[test]
+fn compressed_data_stays_compressed_on_its_way() {
+    let Some(pool) = Pool::new() else { return };
+    let (runtime, backend) = (runtime(), pool.backend());
+    runtime.block_on(async {
+        let sandbox = pool.sandbox("box");
+        rustix::fs::ioctl_setflags(fs::File::open(&sandbox.root).unwrap(), IFlags::COMPRESSED).unwrap();
+        fs::write(sandbox.root.join("zeros"), vec![7; 8 << 20]).unwrap();
+        let artifact = checkpoint(&backend, &sandbox, "one").await.unwrap();
+        let stream = export(&backend, ExportRequest::full(&artifact)).await;
+        assert!(stream.len() < 2 << 20, "{} bytes for data that compresses", stream.len());
+        let copy = import(&backend, "copy", None, &stream).await.unwrap();
+        check(&backend, &artifact, &copy);
+    });
+}
+
+#[test]
+fn the_tools_of_btrfs_take_an_export() {
+    let Some(pool) = Pool::new() else { return };
+    let (runtime, backend) = (runtime(), pool.backend());
+    runtime.block_on(async {
+        let sandbox = pool.sandbox("box");
+        let mut churn = Churn::new(42);
+        (0..40).for_each(|_| churn.step(&sandbox.root));
+        let artifact = checkpoint(&backend, &sandbox, "one").await.unwrap();
+        let file = pool.outside().join("stream");
+        fs::write(&file, export(&backend, ExportRequest::full(&artifact)).await).unwrap();
+        let target = pool.path().join("received");
+        fs::create_dir(&target).unwrap();
+        run(
+            "btrfs",
+            ["receive".as_ref(), "-q".as_ref(), "-e".as_ref(), "-f".as_ref(), file.as_os_str(), target.as_os_str()],
+        )
+        .unwrap();
+        let differ = trees::differences(&backend.tree(&artifact).unwrap(), &target.join("one"));
+        assert!(differ.is_empty(), "{differ:?}");
+    });
+}
+
+#[test]
+fn an_import_that_is_dropped_or_killed_leaves_nothing() {
+    let Some(pool) = Pool::new() else { return };
+    let (runtime, backend) = (runtime(), pool.backend());
+    runtime.block_on(async {
+        let sandbox = pool.sandbox("box");
+        fs::write(sandbox.root.join("file"), vec![1; 3 << 20]).unwrap();
+        let artifact = checkpoint(&backend, &sandbox, "one").await.unwrap();
+        let bytes = export(&backend, ExportRequest::full(&artifact)).await;
+
+        /// Gives half of the stream, and no more ever.
+        struct Stuck(Option<Vec<u8>>);
+        #[async_trait]
+        impl ByteStream for Stuck {
+            async fn next(&mut self) -> Result<Option<Vec<u8>>> {
+                match self.0.take() {
+                    Some(half) => Ok(Some(half)),
+                    None => std::future::pending().await,
+                }
+            }
+        }
+        let mut stuck = Stuck(Some(bytes[..bytes.len() / 2].to_vec()));
+        let target = id("imported");
+        let request = ImportRequest { sandbox: &target, artifact: artifact_id("half"), base: None, stream: &mut stuck };
+        let directory = pool.versions().join("imported");
+        let watch = async {
+            while names(&directory) != [".import-half"] {
+                tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            }
+        };
+        tokio::select! {
+            _ = backend.import(request) => panic!("it cannot end"),
+            () = watch => {}
+        }
+        // The thread notices that nobody gives any more.
+        while directory.exists() {
+            tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+        }
+
+        // What a killed process leaves is removed when the backend is opened anew.
+        fs::create_dir(&directory).unwrap();
+        subvolume::create(&directory.join(".import-half")).unwrap();
+        fs::write(directory.join(".import-half/file"), "half").unwrap();
+        pool.backend().recover().await.unwrap();
+        assert!(!directory.exists());
+        import(&backend, "half", None, &bytes).await.unwrap();
+    });
+}
+
+#[test]
+fn an_import_that_does_not_fit_is_refused_and_leaves_room() {
+    let Some(large) = Pool::with(512 << 20, &[]) else { return };
+    let Some(small) = Pool::with(120 << 20, &["--mixed"]) else { return };
+    let runtime = runtime();
+    runtime.block_on(async {
+        let sandbox = large.sandbox("box");
+        let mut noise = Churn::new(9);
+        let bytes: Vec<u8> = (0..150 << 20_u32).map(|_| noise.byte()).collect();
+        fs::write(sandbox.root.join("noise"), bytes).unwrap();
+        let backend = large.backend();
+        let artifact = checkpoint(&backend, &sandbox, "one").await.unwrap();
+        let bytes = export(&backend, ExportRequest::full(&artifact)).await;
+        let backend = small.backend();
+        let error = import(&backend, "large", None, &bytes).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Full, "{error}");
+        assert!(!small.versions().join("imported").exists());
+        small.sync();
+        let other = small.sandbox("other");
+        fs::write(other.root.join("file"), "fits").unwrap();
+        checkpoint(&backend, &other, "one").await.unwrap();
+    });
+}
+
+#[test]
+fn a_stream_cannot_reach_out_of_its_tree() {
+    let Some(pool) = Pool::new() else { return };
+    let (runtime, backend) = (runtime(), pool.backend());
+    runtime.block_on(async {
+        // A link where a directory was, between two streams: the second one writes through it, were that possible.
+        let sandbox = pool.sandbox("box");
+        fs::create_dir(sandbox.root.join("dir")).unwrap();
+        fs::write(sandbox.root.join("dir/file"), "one").unwrap();
+        let one = checkpoint(&backend, &sandbox, "one").await.unwrap();
+        fs::write(sandbox.root.join("dir/file"), "two").unwrap();
+        let two = checkpoint(&backend, &sandbox, "two").await.unwrap();
+        let since = export(&backend, ExportRequest::since(&one, &two)).await;
+
+        let evil = pool.sandbox("evil");
+        let outside = pool.outside().join("outside");
+        fs::create_dir(&outside).unwrap();
+        fs::write(outside.join("file"), "outside").unwrap();
+        std::os::unix::fs::symlink(&outside, evil.root.join("dir")).unwrap();
+        let base = checkpoint(&backend, &evil, "base").await.unwrap();
+        // The base says that it is what the stream builds on.
+        forge(&backend.tree(&base).unwrap(), &backend.tree(&one).unwrap());
+        let base = Artifact { facts: BTreeMap::new(), ..base };
+        let error = import(&backend, "evil", Some(&base), &since).await.unwrap_err();
+        assert!(error.to_string().contains("symbolic links"), "{error}");
+        assert_eq!(fs::read(outside.join("file")).unwrap(), b"outside");
+        assert!(!pool.versions().join("imported").exists());
+    });
+}
+
+fn forge(base: &Path, as_if: &Path) {
+    let uuid = subvolume::info(as_if).unwrap().uuid.unwrap();
+    run(
+        "btrfs",
+        ["property".as_ref(), "set".as_ref(), "-f".as_ref(), base.as_os_str(), "ro".as_ref(), "false".as_ref()],
+    )
+    .unwrap();
+    crate::ioctl::set_received(subvolume::open(base).unwrap(), uuid.0, 1).unwrap();
+    run("btrfs", ["property".as_ref(), "set".as_ref(), base.as_os_str(), "ro".as_ref(), "true".as_ref()]).unwrap();
+}
