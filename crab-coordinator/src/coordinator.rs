@@ -65,8 +65,10 @@ impl Default for Builder {
             limits: Limits {
                 header_timeout: Duration::from_secs(30),
                 silence: Duration::from_secs(600),
+                request: Duration::from_secs(6 * 3600),
                 connections: 4096,
                 head_bytes: 256 * 1024,
+                body_bytes: 4 << 30,
             },
             window: 256 * 1024,
             request_buffer: 1024 * 1024,
@@ -192,6 +194,28 @@ impl Builder {
     #[must_use]
     pub fn silence_timeout(mut self, timeout: Duration) -> Self {
         self.limits.silence = timeout;
+        self
+    }
+
+    /// How long a request may take in all, from its head's arrival to its answer's end, the gate's time included.
+    /// Default 6 hours.
+    #[must_use]
+    pub fn request_timeout(mut self, timeout: Duration) -> Self {
+        self.limits.request = timeout;
+        self
+    }
+
+    /// How many bytes a request's head may have, at least 8 KiB. Default 256 KiB, and in HTTP/1.1 at most 100 headers.
+    #[must_use]
+    pub fn max_head(mut self, bytes: usize) -> Self {
+        self.limits.head_bytes = bytes.max(8192);
+        self
+    }
+
+    /// How many bytes a request's body may have. Default 4 GiB.
+    #[must_use]
+    pub fn max_body(mut self, bytes: u64) -> Self {
+        self.limits.body_bytes = bytes;
         self
     }
 

@@ -1,4 +1,5 @@
-//! Bounds on silence: a body whose sender falls silent, a peer that does not read.
+//! Bounds on waiting: a body whose sender falls silent, takes too long in all or sends too much; a peer that does not
+//! read.
 
 use std::fmt;
 use std::future::Future;
@@ -10,7 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::{Instant, Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::body::BoxError;
 
@@ -33,38 +34,69 @@ impl Clock {
     }
 
     /// Nothing has happened yet: whether it is too late now.
-    fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+    fn poll_late(&mut self, cx: &mut Context<'_>, deadline: Option<Instant>) -> Poll<()> {
         let patience = self.patience;
-        let sleep = self.sleep.get_or_insert_with(|| Box::pin(sleep(patience)));
         if !std::mem::replace(&mut self.running, true) {
-            sleep.as_mut().reset(Instant::now() + patience);
+            let late = Instant::now() + patience;
+            let late = deadline.map_or(late, |deadline| late.min(deadline));
+            match &mut self.sleep {
+                Some(sleep) => sleep.as_mut().reset(late),
+                None => self.sleep = Some(Box::pin(sleep_until(late))),
+            }
         }
-        sleep.as_mut().poll(cx)
+        match &mut self.sleep {
+            Some(sleep) => sleep.as_mut().poll(cx),
+            None => Poll::Pending,
+        }
     }
 }
 
-/// The other side was silent for too long.
-#[derive(Debug)]
-pub(crate) struct Silent(Duration);
+/// What a body may cost.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bounds {
+    /// How long its sender may be silent.
+    pub(crate) silence: Duration,
+    /// When it must have ended.
+    pub(crate) deadline: Instant,
+    /// How long it may be.
+    pub(crate) bytes: u64,
+}
 
-impl fmt::Display for Silent {
+/// Why a body was cut off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OutOfBounds {
+    /// Nothing came for so long.
+    Silent(Duration),
+    /// It did not end in time.
+    Slow,
+    /// It is longer than so many bytes.
+    Long(u64),
+}
+
+impl fmt::Display for OutOfBounds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "nothing came for {} s", self.0.as_secs_f32())
+        match self {
+            Self::Silent(patience) => write!(f, "nothing came for {} s", patience.as_secs_f32()),
+            Self::Slow => f.write_str("it did not end within the time for a request"),
+            Self::Long(bytes) => write!(f, "it is longer than {bytes} bytes"),
+        }
     }
 }
 
-impl std::error::Error for Silent {}
+impl std::error::Error for OutOfBounds {}
 
-/// A body that fails where nothing comes for too long.
+/// A body that fails where its bounds are passed.
 #[derive(Debug)]
 pub(crate) struct Patient<B> {
     body: B,
     clock: Clock,
+    bounds: Bounds,
+    taken: u64,
 }
 
 impl<B> Patient<B> {
-    pub(crate) fn new(body: B, patience: Duration) -> Self {
-        Self { body, clock: Clock::new(patience) }
+    pub(crate) fn new(body: B, bounds: Bounds) -> Self {
+        Self { body, clock: Clock::new(bounds.silence), bounds, taken: 0 }
     }
 }
 
@@ -78,12 +110,28 @@ where
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let this = &mut *self;
-        if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(cx) {
-            this.clock.stop();
-            return Poll::Ready(frame.map(|frame| frame.map_err(Into::into)));
+        let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(cx) else {
+            ready!(this.clock.poll_late(cx, Some(this.bounds.deadline)));
+            let why = if Instant::now() >= this.bounds.deadline {
+                OutOfBounds::Slow
+            } else {
+                OutOfBounds::Silent(this.bounds.silence)
+            };
+            return Poll::Ready(Some(Err(why.into())));
+        };
+        this.clock.stop();
+        if let Some(Ok(frame)) = &frame
+            && let Some(data) = frame.data_ref()
+        {
+            this.taken += data.len() as u64;
+            if this.taken > this.bounds.bytes {
+                return Poll::Ready(Some(Err(OutOfBounds::Long(this.bounds.bytes).into())));
+            }
+            if Instant::now() >= this.bounds.deadline {
+                return Poll::Ready(Some(Err(OutOfBounds::Slow.into())));
+            }
         }
-        ready!(this.clock.poll_late(cx));
-        Poll::Ready(Some(Err(Silent(this.clock.patience).into())))
+        Poll::Ready(frame.map(|frame| frame.map_err(Into::into)))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -117,7 +165,7 @@ impl<S: AsyncWrite + Unpin> Taken<S> {
             self.clock.stop();
             return Poll::Ready(outcome);
         }
-        ready!(self.clock.poll_late(cx));
+        ready!(self.clock.poll_late(cx, None));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
 }
@@ -161,13 +209,40 @@ mod tests {
     use http_body_util::{BodyExt as _, StreamBody};
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
+    type Pauses = StreamBody<Pin<Box<dyn futures_util::Stream<Item = Result<Frame<Bytes>, BoxError>> + Send>>>;
+
+    /// A byte after each of these pauses, in seconds.
+    fn pauses(pauses: &[u64]) -> Pauses {
+        StreamBody::new(Box::pin(stream::iter(pauses.to_vec()).then(|seconds| async move {
+            tokio::time::sleep(Duration::from_secs(seconds)).await;
+            Ok(Frame::data(Bytes::from_static(b"x")))
+        })))
+    }
+
+    fn bounds(seconds: u64, bytes: u64) -> Bounds {
+        let deadline = Instant::now() + Duration::from_secs(seconds);
+        Bounds { silence: Duration::from_secs(10), deadline, bytes }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn slowness_has_an_end_and_so_has_length() {
+        for (bounds, why) in [(bounds(12, 100), OutOfBounds::Slow), (bounds(100, 2), OutOfBounds::Long(2))] {
+            let mut body = Patient::new(pauses(&[5, 5, 5, 5]), bounds);
+            assert!(body.frame().await.unwrap().is_ok());
+            assert!(body.frame().await.unwrap().is_ok());
+            let error = body.frame().await.unwrap().unwrap_err();
+            assert_eq!(error.downcast_ref(), Some(&why));
+        }
+        // Whoever never pauses is stopped as well.
+        let mut body = Patient::new(pauses(&[5, 0, 0]), bounds(6, 100));
+        assert!(body.frame().await.unwrap().is_ok());
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert!(body.frame().await.unwrap().is_err());
+    }
+
     #[tokio::test(start_paused = true)]
     async fn silence_is_an_error_and_slowness_is_not() {
-        let pauses = stream::iter([9, 9, 11]).then(|seconds| async move {
-            tokio::time::sleep(Duration::from_secs(seconds)).await;
-            Ok::<_, BoxError>(Frame::data(Bytes::from_static(b"x")))
-        });
-        let mut body = Patient::new(StreamBody::new(Box::pin(pauses)), Duration::from_secs(10));
+        let mut body = Patient::new(pauses(&[9, 9, 11]), bounds(1000, 100));
         assert!(body.frame().await.unwrap().is_ok());
         // Whoever reads may take his time.
         tokio::time::sleep(Duration::from_secs(100)).await;

@@ -2,24 +2,25 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crab_core::SandboxId;
 use http::header::{self, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, Response, StatusCode, Version};
 use http_body_util::BodyExt as _;
-use hyper::body::Incoming;
+use hyper::body::{Body as _, Incoming};
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::body::{BoxError, OutBody};
 use crate::digest::{RequestDigest, RequestHasher, request_key};
 use crate::headers::{strip_hop_by_hop, upgrade_wanted};
 use crate::intake::{Intake, Promise};
 use crate::names;
-use crate::patience::Patient;
+use crate::patience::{Bounds, OutOfBounds, Patient};
 use crate::provider::{self, Failure, FailureKind, Provider, RequestKind, plain_error};
 use crate::resolve::{Peer, SandboxResolver};
 use crate::respond::{KeepAlive, error_response, is_plain, respond};
@@ -53,6 +54,7 @@ impl Shared {
         request: Request<Incoming>,
     ) -> Response<OutBody> {
         let started = Instant::now();
+        let bounds = self.limits.bounds(started);
         let (mut parts, body) = request.into_parts();
         let sandbox = resolver.resolve(peer, &mut parts);
         let method = parts.method.clone();
@@ -63,13 +65,19 @@ impl Shared {
         let asks = if upgrades { &Method::POST } else { &method };
         let known =
             provider::classify(&self.providers, asks, &path).map(|(provider, kind)| (Arc::clone(provider), kind));
+        let fits = body.size_hint().lower() <= bounds.bytes;
         let (kind, response) = match known {
             Some((provider, RequestKind::Turn)) => match self.turn_of(&parts, sandbox.clone()) {
-                Ok(sandbox) => ("turn", self.turn(sandbox, provider, parts, body).await),
-                Err(failure) => ("refused", error_response(provider.error(&failure), &failure)),
+                Ok(sandbox) if fits => ("turn", self.turn(sandbox, provider, parts, body, bounds).await),
+                Ok(_) => ("refused", refuse(&*provider, too_long(bounds.bytes))),
+                Err(failure) => ("refused", refuse(&*provider, failure)),
             },
-            Some((_, RequestKind::Auxiliary)) => ("auxiliary", self.pass(parts, body).await),
-            None => ("other", self.pass(parts, body).await),
+            _ if !fits => {
+                let failure = too_long(bounds.bytes);
+                ("refused", error_response(plain_error(&failure), &failure))
+            }
+            Some((_, RequestKind::Auxiliary)) => ("auxiliary", self.pass(parts, body, bounds).await),
+            None => ("other", self.pass(parts, body, bounds).await),
         };
         metrics::counter!(names::REQUESTS, "kind" => kind).increment(1);
         tracing::info!(
@@ -104,13 +112,18 @@ impl Shared {
     }
 
     /// A request that is no turn: forwarded as it is, ungated.
-    async fn pass(&self, parts: Parts, body: Incoming) -> Response<OutBody> {
-        let body = Patient::new(body, self.limits.silence).boxed_unsync();
+    async fn pass(&self, parts: Parts, body: Incoming, bounds: Bounds) -> Response<OutBody> {
+        let body = Patient::new(body, bounds).boxed_unsync();
         let upgrade = upgrade_wanted(&parts.headers);
-        self.forward(Request::from_parts(parts, body), upgrade).await
+        self.forward(Request::from_parts(parts, body), upgrade, bounds).await
     }
 
-    async fn forward(&self, mut request: Request<UpBody>, upgrade: Option<HeaderValue>) -> Response<OutBody> {
+    async fn forward(
+        &self,
+        mut request: Request<UpBody>,
+        upgrade: Option<HeaderValue>,
+        bounds: Bounds,
+    ) -> Response<OutBody> {
         // The agent's connection, should the model's server agree to change the protocol.
         let agent = upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
         match self.upstream.send_with(request, upgrade).await {
@@ -118,7 +131,8 @@ impl Shared {
                 if response.status() == StatusCode::SWITCHING_PROTOCOLS {
                     return self.switch(response, agent);
                 }
-                let mut response = response.map(|body| OutBody::Upstream(Patient::new(body, self.limits.silence)));
+                let bounds = Bounds { bytes: u64::MAX, ..bounds };
+                let mut response = response.map(|body| OutBody::Upstream(Patient::new(body, bounds)));
                 *response.version_mut() = Version::HTTP_11;
                 strip_hop_by_hop(response.headers_mut());
                 response
@@ -177,6 +191,7 @@ impl Shared {
         provider: Arc<dyn Provider>,
         parts: Parts,
         body: Incoming,
+        bounds: Bounds,
     ) -> Response<OutBody> {
         let hasher = if is_plain(&parts.headers) {
             RequestHasher::new(provider.conversation())
@@ -197,28 +212,31 @@ impl Shared {
             })
         };
         let sign = provider.keep_alive(&parts.headers);
-        let body = Patient::new(body, self.limits.silence);
+        let body = Patient::new(body, bounds);
         let intake = match Intake::read(body, hasher, self.request_buffer).await {
             Ok(intake) => intake,
             Err(error) => {
-                let failure = Failure::new(FailureKind::BadRequest, format!("The request's body broke off: {error}."));
-                return error_response(provider.error(&failure), &failure);
+                let failure = match error.downcast_ref() {
+                    Some(OutOfBounds::Long(limit)) => too_long(*limit),
+                    _ => Failure::new(FailureKind::BadRequest, format!("The request's body broke off: {error}.")),
+                };
+                return refuse(&*provider, failure);
             }
         };
         let ticket = match intake {
             Intake::Whole { body, digest } if self.is_helper(digest.as_ref()) => {
-                return self.forward(Request::from_parts(parts, body.boxed_unsync()), None).await;
+                return self.forward(Request::from_parts(parts, body.boxed_unsync()), None, bounds).await;
             }
             Intake::Whole { body, digest } => {
                 let mut ticket = self.admit(&asked(digest)).await;
                 let request = Request::from_parts(parts, body.boxed_unsync());
                 let upstream = Arc::clone(&self.upstream);
-                self.work(&mut ticket, &provider, async move { upstream.send(request).await });
+                self.work(&mut ticket, &provider, bounds, async move { upstream.send(request).await });
                 ticket
             }
             Intake::Long(body, promise) => {
                 let request = Request::from_parts(parts, body.boxed_unsync());
-                self.long(request, promise, asked, &provider).await
+                self.long(request, promise, asked, &provider, bounds).await
             }
         };
         let delivered = {
@@ -236,6 +254,7 @@ impl Shared {
         mut promise: Promise,
         asked: impl Fn(Option<RequestDigest>) -> Arc<Asked>,
         provider: &Arc<dyn Provider>,
+        bounds: Bounds,
     ) -> Ticket {
         let upstream = Arc::clone(&self.upstream);
         let mut sending = AbortOnDrop(tokio::spawn(async move { upstream.send(request).await }));
@@ -249,7 +268,7 @@ impl Shared {
         if ticket.work == Work::Ask {
             let _ = promise.proceed.send(());
         }
-        self.work(&mut ticket, provider, async move {
+        self.work(&mut ticket, provider, bounds, async move {
             let response = match early {
                 Some(response) => response,
                 None => (&mut sending.0).await,
@@ -274,7 +293,7 @@ impl Shared {
     }
 
     /// Gets the answer going, where nobody else does, and attends to the gate of a new turn.
-    fn work<F>(&self, ticket: &mut Ticket, provider: &Arc<dyn Provider>, response: F)
+    fn work<F>(&self, ticket: &mut Ticket, provider: &Arc<dyn Provider>, bounds: Bounds, response: F)
     where
         F: Future<Output = Result<Response<Incoming>, Failure>> + Send + 'static,
     {
@@ -287,7 +306,7 @@ impl Shared {
             recording: Arc::clone(&ticket.recording),
             provider: Arc::clone(provider),
             grace: self.grace,
-            silence: self.limits.silence,
+            bounds: Bounds { bytes: u64::MAX, ..bounds },
         };
         let (turns, asked, number, gate) =
             (Arc::clone(&self.turns), Arc::clone(&ticket.asked), ticket.number, Arc::clone(&ticket.gate));
@@ -308,6 +327,17 @@ impl Shared {
             }),
         }
     }
+}
+
+fn refuse(provider: &dyn Provider, failure: Failure) -> Response<OutBody> {
+    error_response(provider.error(&failure), &failure)
+}
+
+fn too_long(limit: u64) -> Failure {
+    Failure::new(
+        FailureKind::TooLong,
+        format!("The request's body is longer than the {limit} bytes that the coordinator takes."),
+    )
 }
 
 /// A task that ends with its owner.
@@ -337,8 +367,18 @@ pub(crate) struct Limits {
     pub(crate) header_timeout: Duration,
     /// How long either side may be silent within a body.
     pub(crate) silence: Duration,
+    /// How long a request may take in all.
+    pub(crate) request: Duration,
     pub(crate) connections: usize,
     pub(crate) head_bytes: usize,
+    pub(crate) body_bytes: u64,
+}
+
+impl Limits {
+    /// For the bodies of a request that began then.
+    fn bounds(&self, began: Instant) -> Bounds {
+        Bounds { silence: self.silence, deadline: began + self.request, bytes: self.body_bytes }
+    }
 }
 
 #[cfg(test)]

@@ -13,8 +13,9 @@ const USAGE: &str = "\
 Usage: cargo xtask TASK
 
 Tasks:
-  setup [--check]            make this machine ready: host packages, CRIU, the btrfs pool, the
-                             sandboxes' root filesystem. With --check, only say what is missing
+  setup [--check] [--agents] make this machine ready: host packages, CRIU, the btrfs pool, the
+                             sandboxes' root filesystem. With --check, only say what is missing.
+                             With --agents, also real agents (npm, PyPI) for the tests that drive them
   demo [--seed N] [--crash-at TURN|random] [--json FILE]
                              setup, then the main job to watch: an agent's sandbox and Crab are killed at
                              six moments, and each time the work ends as if nothing had happened

@@ -19,6 +19,7 @@ impl AnthropicMessages {
                 FailureKind::GateFailed | FailureKind::Draining => "overloaded_error",
                 FailureKind::UnknownSandbox => "not_found_error",
                 FailureKind::UpgradeRefused | FailureKind::BadRequest => "invalid_request_error",
+                FailureKind::TooLong => "request_too_large",
                 _ => "api_error",
             },
             json_string(&failure.message)

@@ -40,7 +40,7 @@ impl Provider for Bedrock {
     fn error(&self, failure: &Failure) -> ErrorAnswer {
         let status = failure.status();
         let name = match status.as_u16() {
-            400 | 426 => "ValidationException",
+            400 | 413 | 426 => "ValidationException",
             404 => "ResourceNotFoundException",
             504 => "ModelTimeoutException",
             _ => "ServiceUnavailableException",

@@ -15,7 +15,7 @@ impl Gemini {
     fn body(failure: &Failure) -> String {
         let status = failure.status();
         let name = match status.as_u16() {
-            400 | 426 => "INVALID_ARGUMENT",
+            400 | 413 | 426 => "INVALID_ARGUMENT",
             404 => "NOT_FOUND",
             504 => "DEADLINE_EXCEEDED",
             _ => "UNAVAILABLE",

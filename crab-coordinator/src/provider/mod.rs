@@ -2,7 +2,7 @@
 //! try again, how a held stream is kept alive, how an answer ends.
 //!
 //! Adding one is one file that implements [`Provider`] and one line: [`Builder::provider`](crate::Builder::provider),
-//! or a line in [`known`] for those that come with the crate.
+//! or a line in [`known`] for those that come with the crate. The example `add_provider` shows it.
 
 mod anthropic;
 mod bedrock;
@@ -68,6 +68,8 @@ pub enum FailureKind {
     Draining,
     /// The request broke off or is not HTTP as it should be.
     BadRequest,
+    /// The request is longer than the coordinator takes.
+    TooLong,
 }
 
 /// An answer in the model's place: why, and in words what to do.
@@ -95,6 +97,7 @@ impl Failure {
             FailureKind::UpgradeRefused => "crab_use_http",
             FailureKind::Draining => "crab_shutting_down",
             FailureKind::BadRequest => "crab_bad_request",
+            FailureKind::TooLong => "crab_too_long",
         }
     }
 
@@ -108,6 +111,7 @@ impl Failure {
             FailureKind::UnknownSandbox => StatusCode::NOT_FOUND,
             FailureKind::UpgradeRefused => StatusCode::UPGRADE_REQUIRED,
             FailureKind::BadRequest => StatusCode::BAD_REQUEST,
+            FailureKind::TooLong => StatusCode::PAYLOAD_TOO_LARGE,
         }
     }
 
@@ -119,7 +123,10 @@ impl Failure {
             | FailureKind::Draining
             | FailureKind::UpstreamUnreachable
             | FailureKind::UpstreamTimedOut => Some(Duration::from_secs(1)),
-            FailureKind::UnknownSandbox | FailureKind::UpgradeRefused | FailureKind::BadRequest => None,
+            FailureKind::UnknownSandbox
+            | FailureKind::UpgradeRefused
+            | FailureKind::BadRequest
+            | FailureKind::TooLong => None,
         }
     }
 }
@@ -291,6 +298,7 @@ mod tests {
             FailureKind::UpgradeRefused,
             FailureKind::Draining,
             FailureKind::BadRequest,
+            FailureKind::TooLong,
         ];
         for failure in kinds.map(|kind| Failure::new(kind, "it \"broke\"\n")) {
             let answers = known().into_iter().map(|provider| provider.error(&failure));

@@ -30,7 +30,7 @@ use crate::body::BoxError;
 use crate::headers::strip_hop_by_hop;
 use crate::journal::{AnswerName, AnswerReader, AnswerWriter, Head};
 use crate::names;
-use crate::patience::Patient;
+use crate::patience::{Bounds, Patient};
 use crate::provider::{EventMark, Failure, FailureKind, Provider};
 use crate::respond::{content_type, is_plain};
 use crate::sse::{LineSplitter, SseEvent, SseSplitter};
@@ -57,8 +57,8 @@ pub(crate) struct Driver {
     pub(crate) recording: Arc<Recording>,
     pub(crate) provider: Arc<dyn Provider>,
     pub(crate) grace: Grace,
-    /// How long the model's server may be silent within its answer.
-    pub(crate) silence: Duration,
+    /// What the answer's body may cost.
+    pub(crate) bounds: Bounds,
 }
 
 impl Driver {
@@ -91,7 +91,7 @@ impl Driver {
 
     async fn receive(self, response: Response<Incoming>, mut abandoned: Pin<&mut impl Future<Output = ()>>) {
         let (parts, body) = response.into_parts();
-        let mut body = Patient::new(body, self.silence);
+        let mut body = Patient::new(body, self.bounds);
         let framed = parts.version == http::Version::HTTP_2
             || parts.headers.contains_key(header::CONTENT_LENGTH)
             || parts.headers.contains_key(header::TRANSFER_ENCODING);

@@ -4,6 +4,8 @@
 
 mod support;
 
+mod added_provider;
+mod bad_input;
 mod forwarding;
 mod gating;
 mod http2;

@@ -4,6 +4,7 @@
 //! whether its work is done, so running setup again is cheap and repairs what a killed run or a
 //! reboot left undone. The host's apt sources and libc are never touched.
 
+mod agents;
 mod apt;
 mod base;
 mod criu;
@@ -99,22 +100,30 @@ const STEPS: &[Step] = &[
     (host::look_bpffs, host::make_bpffs),
 ];
 
+/// Only with `--agents`.
+const AGENTS: &[Step] = &[(agents::look, agents::make)];
+
 /// The command line of `cargo xtask setup`.
 pub(crate) fn main(arguments: &[String]) -> Result<ExitCode, String> {
-    let mut check_only = false;
+    let (mut check_only, mut steps) = (false, STEPS.to_vec());
     for argument in arguments {
         match argument.as_str() {
             "--check" => check_only = true,
+            "--agents" => steps.extend(AGENTS),
             other => {
-                return Err(format!("setup knows no `{other}`. Usage: cargo xtask setup [--check]"));
+                return Err(format!("setup knows no `{other}`. Usage: cargo xtask setup [--check] [--agents]"));
             }
         }
     }
-    if check_only { check() } else { install().map(|()| ExitCode::SUCCESS) }
+    if check_only { check(&steps) } else { make(&steps).map(|()| ExitCode::SUCCESS) }
 }
 
-/// Makes whatever is missing.
+/// Makes whatever is missing of what every test needs.
 pub(crate) fn install() -> Result<(), String> {
+    make(STEPS)
+}
+
+fn make(steps: &[Step]) -> Result<(), String> {
     let home = Home::from_environment();
     let mut report = Report::default();
     host::require(&mut report);
@@ -123,7 +132,7 @@ pub(crate) fn install() -> Result<(), String> {
     }
     make_private_directory(home.path())?;
     let _lock = lock(&home)?;
-    for (look, make) in STEPS {
+    for (look, make) in steps {
         match look(&home)? {
             Found::Ready(what) => report.present(&what),
             Found::Absent(what) => {
@@ -139,11 +148,11 @@ pub(crate) fn install() -> Result<(), String> {
     Ok(())
 }
 
-fn check() -> Result<ExitCode, String> {
+fn check(steps: &[Step]) -> Result<ExitCode, String> {
     let home = Home::from_environment();
     let mut report = Report::default();
     host::require(&mut report);
-    for (look, _) in STEPS {
+    for (look, _) in steps {
         match look(&home) {
             Ok(Found::Ready(what)) => report.present(&what),
             Ok(Found::Absent(what)) => report.missing(&what, "`cargo xtask setup` makes it."),
