@@ -4,6 +4,7 @@
 //! and percentiles measured side by side are worth comparing between machines.
 
 mod coordinator;
+mod criu;
 mod report;
 
 use std::path::PathBuf;
@@ -17,6 +18,7 @@ type Bench = fn(&mut Report) -> Result<(), String>;
 /// Every bench by its name; a new one adds its module and a line here.
 const BENCHES: &[(&str, &str, Bench)] = &[
     ("coordinator", "what the coordinator adds to a request and to a stream, beside nginx", coordinator::run),
+    ("criu", "process checkpoints beside plain criu", criu::bench),
     ("report", "the cost of the bench's own clock", report::clock),
 ];
 

@@ -31,6 +31,20 @@ pub enum Connections {
     Refuse,
 }
 
+/// What becomes of file locks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum FileLocks {
+    /// They are there again after a restore. A sandbox with an exclusive one that CRIU would lose is refused while it
+    /// lasts: a POSIX lock on a file that its holder also maps, as in a transaction of SQLite in WAL mode.
+    #[default]
+    Keep,
+    /// The same, but those that CRIU loses are lost.
+    KeepMost,
+    /// A sandbox that holds one cannot be captured.
+    Refuse,
+}
+
 /// Process checkpoints by CRIU.
 ///
 /// ```no_run
@@ -54,6 +68,8 @@ pub(crate) struct Inner {
     pub(crate) program: Program,
     pub(crate) store: Arc<Store>,
     pub(crate) connections: Connections,
+    pub(crate) locks: FileLocks,
+    pub(crate) ghost_limit: u32,
     pub(crate) turns: Arc<Turns>,
     captures: Arc<Area>,
     /// For captures that do not fit into the other.
@@ -74,8 +90,13 @@ pub struct CriuBuilder {
     captures: Option<PathBuf>,
     binary: Option<PathBuf>,
     connections: Connections,
+    locks: FileLocks,
     compression: Option<i32>,
+    ghost_limit: Option<u32>,
 }
+
+/// Deleted files that are still open go into the image up to this size.
+const GHOST_LIMIT: u32 = 64 << 20;
 
 /// Quicker than the disk, and most memory shrinks by half and more.
 const COMPRESSION: i32 = 1;
@@ -111,6 +132,21 @@ impl CriuBuilder {
         self
     }
 
+    /// What becomes of file locks.
+    #[must_use]
+    pub fn file_locks(mut self, locks: FileLocks) -> Self {
+        self.locks = locks;
+        self
+    }
+
+    /// A deleted file that is still open goes into the image up to this size in bytes; a larger one is refused. Without
+    /// this call it is 64 MiB.
+    #[must_use]
+    pub fn deleted_file_limit(mut self, bytes: u32) -> Self {
+        self.ghost_limit = Some(bytes);
+        self
+    }
+
     /// The level of zstd for what is stored: 1, which is the default, to 19. Higher ones save little and take long.
     #[must_use]
     pub fn compression(mut self, level: i32) -> Self {
@@ -119,8 +155,8 @@ impl CriuBuilder {
     }
 
     /// Opens the directories and finds a CRIU that works on this kernel: its version must be 4.2 or newer from kernel
-    /// 6.16 on and 3.18 or newer before, and it must dump two small processes with a listening TCP socket. The trial is
-    /// made once for each binary and kernel and noted in the capture directory.
+    /// 6.16 on and 3.18 or newer before, and it must dump small processes with a listening TCP socket and a pipe. The
+    /// trial is made once for each binary and kernel and noted in the capture directory.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] where no CRIU works, with what is wrong with each; [`ErrorKind::InvalidInput`] where
@@ -152,8 +188,16 @@ impl CriuBuilder {
                 None => Arc::clone(&spacious),
             };
             let program = program::find(self.binary.as_deref(), &captures)?;
-            let inner =
-                Inner { program, store, connections: self.connections, turns: Arc::default(), captures, spacious };
+            let inner = Inner {
+                program,
+                store,
+                connections: self.connections,
+                locks: self.locks,
+                ghost_limit: self.ghost_limit.unwrap_or(GHOST_LIMIT),
+                turns: Arc::default(),
+                captures,
+                spacious,
+            };
             Ok(CriuBackend { inner: Arc::new(inner) })
         })
         .await

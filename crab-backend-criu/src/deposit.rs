@@ -8,7 +8,7 @@ use std::path::Path;
 
 use crab_core::{Error, ErrorKind, Result};
 
-use crate::pack::{BLOCK_PAGES, PAGE, Pack, PackName, PackWriter, Sum};
+use crate::pack::{BLOCK_PAGES, PAGE, Pack, PackName, PackWriter, Room, Sum};
 use crate::recipe::{self, Image};
 use crate::{files, parallel};
 
@@ -99,13 +99,13 @@ pub(crate) fn deposit(source: &Path, target: &Path, base: &[Pack], level: i32) -
     let writer = PackWriter::create(&path, total.div_ceil(BLOCK_PAGES), level).map_err(failed)?;
     parallel::each(
         total.div_ceil(BLOCK_PAGES),
-        || vec![0; BLOCK_PAGES * PAGE],
-        |buffer, block| {
+        || (vec![0; BLOCK_PAGES * PAGE], Room::default()),
+        |(buffer, room), block| {
             let first = block * BLOCK_PAGES;
             let pages = BLOCK_PAGES.min(total - first);
             let buffer = buffer.get_mut(..pages * PAGE).unwrap_or_default();
             new.fill(&sources, &list, first, buffer)?;
-            writer.put(block, buffer).map_err(failed)
+            writer.put(block, buffer, room).map_err(failed)
         },
     )?;
     let mut page_sums: Vec<Sum> = new.pages.iter().map(|page| page.sum).collect();

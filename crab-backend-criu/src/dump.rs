@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,7 +9,7 @@ use std::time::{Duration, Instant};
 use crab_core::{Artifact, ArtifactId, Condition, Error, ErrorKind, External, Result, Sandbox, SandboxId};
 
 use crate::area::Scratch;
-use crate::backend::{Connections, Inner};
+use crate::backend::{Connections, FileLocks, Inner};
 use crate::cgroup::{Cgroup, FreezerGuard};
 use crate::cut::Cut;
 use crate::failure::CriuFailure;
@@ -22,10 +21,8 @@ use crate::store::Reservation;
 use crate::swrk::{Broken, Swrk};
 use crate::sys::Surroundings;
 use crate::turns::Caller;
-use crate::{files, locks, procfs, stats};
+use crate::{externals, files, locks, procfs, stats};
 
-/// The name that the network namespace has in the images.
-pub(crate) const NETWORK_KEY: &str = "extnet";
 /// The facts that are stored with an artifact.
 pub(crate) const FACT_KERNEL: &str = "kernel";
 pub(crate) const FACT_ARCHITECTURE: &str = "architecture";
@@ -34,8 +31,6 @@ pub(crate) const FACT_TASKS: &str = "tasks";
 const FACT_INIT: &str = "init";
 
 const LOG: &str = "dump.log";
-/// Deleted files that are still open go into the image up to this size.
-const GHOST_LIMIT: u32 = 64 << 20;
 const LOOK: &str = "see that all processes are there, or restore the last version";
 /// How many processes the facts name at most.
 const NAMED: usize = 4096;
@@ -80,7 +75,7 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
     let _turn = inner.turns.take(&sandbox.cgroup, deadline)?;
     let name = inner.store.reserve(&sandbox.id, &artifact)?;
     let tree = preflight::check(&sandbox)?;
-    let external = external_keys(&sandbox, tree.init)?;
+    let external = externals::left_out(&sandbox, tree.init)?;
     let area = inner.area_for(tree.bytes);
     let scratch = area.directory()?;
     let io = |e| Error::io("open the capture directory", e);
@@ -91,7 +86,8 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         pid: i32::try_from(tree.init).ok(),
         leave_running: Some(true),
         notify_scripts: Some(true),
-        ghost_limit: Some(GHOST_LIMIT),
+        ghost_limit: Some(inner.ghost_limit),
+        file_locks: Some(inner.locks != FileLocks::Refuse),
         tcp_established: Some(inner.connections == Connections::Keep),
         // Connections that nobody has accepted yet: their clients are reset at restore and try again.
         tcp_skip_in_flight: Some(true),
@@ -107,6 +103,7 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
     let mut talk = Talk {
         swrk,
         init: tree.init,
+        locks: inner.locks,
         images: scratch.images(),
         deadline,
         // What CRIU does to the freezer is undone also where the caller froze.
@@ -191,35 +188,11 @@ fn seconds_left(deadline: Option<Instant>) -> u32 {
         .map_or(SEIZE_SECONDS, |left| left.saturating_add(1).min(SEIZE_SECONDS))
 }
 
-/// What CRIU is told to leave out. Pipes need nothing: CRIU saves an end whose other end it does not find.
-fn external_keys(sandbox: &Sandbox, init: u32) -> Result<Vec<String>> {
-    let mut keys = Vec::new();
-    for external in &sandbox.external {
-        match external {
-            External::NetworkNamespace { path } => {
-                let metadata = std::fs::metadata(path);
-                let inode = metadata.map_err(|e| Error::io(format!("look at {}", path.display()), e))?.ino();
-                if procfs::namespace(init, "net") != Some(inode) {
-                    let what =
-                        format!("{} does not live in the network namespace {}", procfs::describe(init), path.display());
-                    return Err(Error::new(ErrorKind::NotCheckpointable, what).fix("declare the one that it lives in"));
-                }
-                keys.push(format!("net[{inode}]:{NETWORK_KEY}"));
-            }
-            External::Pipe { .. } => {}
-            other => {
-                let what = format!("CRIU's backend cannot leave out {}", other.key());
-                return Err(Error::new(ErrorKind::Unsupported, what));
-            }
-        }
-    }
-    Ok(keys)
-}
-
 /// The conversation of one dump.
 struct Talk {
     swrk: Swrk,
     init: u32,
+    locks: FileLocks,
     images: PathBuf,
     cgroup: Cgroup,
     deadline: Option<Instant>,
@@ -284,7 +257,9 @@ impl Talk {
         }
         // What came in since the first look. CRIU would wait for it for ever.
         let processes = preflight::membership(&self.cgroup, self.init)?;
-        locks::check(&processes)?;
+        if self.locks == FileLocks::Keep {
+            locks::check(&processes)?;
+        }
         self.held = true;
         Ok(())
     }

@@ -17,6 +17,8 @@ pub enum Cause {
     DeletedFile,
     /// A file that is open under a name that it no longer has.
     RenamedFile,
+    /// A file lock, and locks are refused.
+    FileLock,
     /// A kind of descriptor, socket, device or mount that CRIU cannot save.
     Unsupported,
     /// A terminal or mount that belongs to the host.
@@ -40,6 +42,7 @@ impl Cause {
             Self::Connection => Some("close the connection, or let the backend keep connections"),
             Self::ExternalSocket => Some("give the sandbox no sockets of the host"),
             Self::DeletedFile => Some("close the deleted file in the sandbox"),
+            Self::FileLock => Some("release the lock, or let the backend keep locks"),
             Self::RenamedFile => Some("close the renamed or unlinked file in the sandbox"),
             Self::HostResource => Some("give the sandbox its own terminals and mounts"),
             Self::FileChanged => Some("restore the filesystem of the same version first"),
@@ -61,6 +64,7 @@ const TELLING: &[(&str, Cause)] = &[
     ("consider increasing the limit (--ghost-limit", Cause::DeletedFile),
     ("can't dump ghost file", Cause::DeletedFile),
     ("--link-remap", Cause::RenamedFile),
+    ("--file-locks", Cause::FileLock),
     ("has bad size", Cause::FileChanged),
     ("has bad mode", Cause::FileChanged),
     ("has bad build-id", Cause::FileChanged),
@@ -168,6 +172,7 @@ impl CriuFailure {
             | Cause::ExternalSocket
             | Cause::DeletedFile
             | Cause::RenamedFile
+            | Cause::FileLock
             | Cause::Unsupported
             | Cause::HostResource => ErrorKind::NotCheckpointable,
         };

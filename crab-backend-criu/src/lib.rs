@@ -7,8 +7,9 @@
 //! # What a sandbox must be like
 //! - All its processes are in one cgroup v2 (child cgroups count; a restore puts all into the cgroup itself) and below
 //!   one init, which is number 1 of a pid namespace, called `setsid`, and has a mount namespace of its own.
-//! - Nothing of the host's is open, but a network namespace that is named and pipes, and both are
-//!   [declared](crab_core::External).
+//! - What is the host's is [declared](crab_core::External): the network namespace, pipes, Unix sockets that were made
+//!   in that namespace, terminals, and mounts of files, directories and device nodes. Nothing else of the host's is
+//!   open.
 //! - Its root filesystem at restore is that of the [cut](crab_core::AtCut): CRIU checks the sizes of open files and the
 //!   build ids of mapped ones.
 //!
@@ -20,8 +21,9 @@
 //! as it goes into a task.
 //!
 //! # What it refuses
-//! Before anything is stopped, and by name: processes outside the tree, descriptors that CRIU cannot save (io_uring,
-//! userfaultfd, perf events, seccomp listeners, Landlock rulesets), pipes to the host that are not declared. What CRIU
+//! Before anything is stopped, and by name: processes outside the tree or in a user namespace of their own, descriptors
+//! that CRIU cannot save (io_uring, userfaultfd, perf events, seccomp listeners, Landlock rulesets, sockets of unusual
+//! kinds), and whatever is the host's and not declared: ends of pipes and sockets, terminals, files, mounts. What CRIU
 //! itself refuses comes back as [`CriuFailure`] in the error's source chain, with the place of its log.
 //!
 //! # Limits
@@ -40,10 +42,13 @@ mod backend;
 mod cgroup;
 mod cut;
 mod deposit;
+mod descriptors;
 mod dump;
+mod externals;
 mod failure;
 mod files;
 mod locks;
+mod mounts;
 mod pack;
 mod parallel;
 mod preflight;
@@ -60,7 +65,7 @@ mod swrk;
 mod sys;
 mod turns;
 
-pub use backend::{Connections, CriuBackend, CriuBuilder};
+pub use backend::{Connections, CriuBackend, CriuBuilder, FileLocks};
 pub use failure::{Cause, CriuFailure};
 
 /// [`crab_core::CheckpointBackend::name`].

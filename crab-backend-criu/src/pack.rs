@@ -175,6 +175,38 @@ impl Table {
     }
 }
 
+/// What a thread needs for reading and writing blocks, used again and again: new memory costs more than what is done
+/// with it.
+#[derive(Default)]
+pub(crate) struct Room {
+    stored: Vec<u8>,
+    compressor: Option<zstd::bulk::Compressor<'static>>,
+    decompressor: Option<zstd::bulk::Decompressor<'static>>,
+}
+
+impl Room {
+    /// Compresses into `stored`.
+    fn compress(&mut self, pages: &[u8], level: i32) -> std::io::Result<()> {
+        self.stored.resize(zstd::zstd_safe::compress_bound(pages.len()), 0);
+        let compressor = match &mut self.compressor {
+            Some(compressor) => compressor,
+            none => none.insert(zstd::bulk::Compressor::new(level)?),
+        };
+        let length = compressor.compress_to_buffer(pages, &mut self.stored[..])?;
+        self.stored.truncate(length);
+        Ok(())
+    }
+
+    /// Decompresses `stored`.
+    fn decompress(&mut self, pages: &mut [u8]) -> std::io::Result<usize> {
+        let decompressor = match &mut self.decompressor {
+            Some(decompressor) => decompressor,
+            none => none.insert(zstd::bulk::Decompressor::new()?),
+        };
+        decompressor.decompress_to_buffer(&self.stored, pages)
+    }
+}
+
 /// A pack that is open.
 #[derive(Debug)]
 pub(crate) struct Pack {
@@ -231,30 +263,35 @@ impl Pack {
     }
 
     /// Checks one block as it lies there.
-    pub(crate) fn check_block(&self, block: usize) -> Result<(), String> {
-        self.stored(block).map(drop)
+    pub(crate) fn check_block(&self, block: usize, room: &mut Room) -> Result<(), String> {
+        self.stored(block, room).map(drop)
     }
 
-    /// The pages of one block.
-    pub(crate) fn read_block(&self, block: usize) -> Result<Vec<u8>, String> {
-        let (row, stored) = self.stored(block)?;
+    /// Reads the pages of one block into `pages`.
+    pub(crate) fn read_block(&self, block: usize, room: &mut Room, pages: &mut Vec<u8>) -> Result<(), String> {
+        let row = self.stored(block, room)?;
         if !row.compressed {
-            return Ok(stored);
+            std::mem::swap(&mut room.stored, pages);
+            return Ok(());
         }
         let size = usize::from(row.pages) * PAGE;
-        let pages = zstd::bulk::decompress(&stored, size).ok().filter(|pages| pages.len() == size);
-        pages.ok_or_else(|| format!("{} has a block that does not decompress", self.name.file()))
+        pages.resize(size, 0);
+        match room.decompress(pages) {
+            Ok(length) if length == size => Ok(()),
+            _ => Err(format!("{} has a block that does not decompress", self.name.file())),
+        }
     }
 
-    fn stored(&self, block: usize) -> Result<(Row, Vec<u8>), String> {
+    fn stored(&self, block: usize, room: &mut Room) -> Result<Row, String> {
         let shown = self.name.file();
         let row = *self.table.rows.get(block).ok_or_else(|| format!("{shown} has no block {block}"))?;
-        let mut stored = vec![0; row.length as usize];
-        self.file.read_exact_at(&mut stored, row.offset).map_err(|e| format!("{shown} cannot be read: {e}"))?;
-        if Sum::of(&stored) != row.sum {
+        let stored = &mut room.stored;
+        stored.resize(row.length as usize, 0);
+        self.file.read_exact_at(stored, row.offset).map_err(|e| format!("{shown} cannot be read: {e}"))?;
+        if Sum::of(stored) != row.sum {
             return Err(format!("{shown} does not match its checksum in block {block}"));
         }
-        Ok((row, stored))
+        Ok(row)
     }
 }
 
@@ -284,11 +321,11 @@ impl PackWriter {
     }
 
     /// Writes one block; all but the last have [`BLOCK_PAGES`] pages.
-    pub(crate) fn put(&self, block: usize, pages: &[u8]) -> std::io::Result<()> {
-        let packed = zstd::bulk::compress(pages, self.level)?;
+    pub(crate) fn put(&self, block: usize, pages: &[u8], room: &mut Room) -> std::io::Result<()> {
+        room.compress(pages, self.level)?;
         // A little less is not worth the time of every restore.
-        let compressed = packed.len() < pages.len() - pages.len() / 16;
-        let stored = if compressed { &packed[..] } else { pages };
+        let compressed = room.stored.len() < pages.len() - pages.len() / 16;
+        let stored = if compressed { &room.stored[..] } else { pages };
         let too_many = || std::io::Error::other("a block is too large");
         let length = u32::try_from(stored.len()).map_err(|_| too_many())?;
         let count = u16::try_from(pages.len() / PAGE).map_err(|_| too_many())?;
@@ -346,7 +383,7 @@ mod tests {
         let path = directory.join("new");
         let writer = PackWriter::create(&path, pages.len().div_ceil(BLOCK_PAGES * PAGE), 1).unwrap();
         for (n, block) in pages.chunks(BLOCK_PAGES * PAGE).enumerate().collect::<Vec<_>>().into_iter().rev() {
-            writer.put(n, block).unwrap();
+            writer.put(n, block, &mut Room::default()).unwrap();
         }
         let (name, size) = writer.finish(pages.chunks(PAGE).map(Sum::of).collect()).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().len(), size);
@@ -363,10 +400,14 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let (name, pages) = pack(directory.path(), 70);
         let pack = open(directory.path(), name).unwrap();
-        let read: Vec<u8> = (0..3).flat_map(|block| pack.read_block(block).unwrap()).collect();
+        let (mut room, mut block, mut read) = (Room::default(), Vec::new(), Vec::new());
+        for n in 0..3 {
+            pack.read_block(n, &mut room, &mut block).unwrap();
+            read.extend(&block);
+        }
         assert_eq!(read, pages);
         assert_eq!(pack.pages().len(), 70);
-        assert!(pack.read_block(3).is_err());
+        assert!(pack.read_block(3, &mut room, &mut block).is_err());
     }
 
     #[test]
@@ -376,7 +417,7 @@ mod tests {
         let path = directory.path().join(name.file());
         let whole = std::fs::read(&path).unwrap();
         let damaged = || match open(directory.path(), name) {
-            Ok(pack) => (0..2).any(|block| pack.check_block(block).is_err()),
+            Ok(pack) => (0..2).any(|block| pack.check_block(block, &mut Room::default()).is_err()),
             Err(_) => true,
         };
         // Every byte of the table and the trailer, and a choice of the others.

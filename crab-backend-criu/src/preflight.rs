@@ -1,31 +1,13 @@
 //! What is looked at before anything is stopped: CRIU would fail on it in the middle of a dump, or hang, and would
 //! name a number where a person needs a name.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
-use std::time::Duration;
+use std::collections::BTreeSet;
 
 use crab_core::{Error, ErrorKind, External, Result, Sandbox};
-use rustix::event::{PollFd, PollFlags};
-use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
 
-use crate::cgroup::{Cgroup, timespec};
-use crate::procfs::{self, Descriptor, Stat};
-
-/// Descriptors that no CRIU can save, by what their links show.
-const UNSAVABLE: &[(&str, &str)] = &[
-    ("anon_inode:[io_uring]", "an io_uring"),
-    ("anon_inode:[userfaultfd]", "a userfaultfd"),
-    ("anon_inode:[perf_event]", "a perf event"),
-    ("anon_inode:seccomp notify", "a seccomp notification listener"),
-    ("anon_inode:[landlock-ruleset]", "a Landlock ruleset"),
-    ("anon_inode:[fscontext]", "a file system context"),
-    ("anon_inode:kvm-vm", "a virtual machine"),
-    ("anon_inode:[bpf-prog]", "a BPF program"),
-    ("anon_inode:bpf-prog", "a BPF program"),
-    ("anon_inode:bpf_link", "a BPF link"),
-];
+use crate::cgroup::Cgroup;
+use crate::procfs::{self, Stat};
+use crate::{descriptors, mounts};
 
 /// A process tree that may be dumped.
 #[derive(Debug)]
@@ -35,7 +17,7 @@ pub(crate) struct Tree {
     pub(crate) bytes: u64,
 }
 
-fn refuse(what: String) -> Error {
+pub(crate) fn refuse(what: String) -> Error {
     Error::new(ErrorKind::NotCheckpointable, what)
 }
 
@@ -45,19 +27,9 @@ pub(crate) fn check(sandbox: &Sandbox) -> Result<Tree> {
     has_own_namespaces(init)?;
     let cgroup = Cgroup::at(&sandbox.cgroup);
     let processes = membership(&cgroup, init)?;
-    let mut pipes = BTreeMap::new();
-    for pid in &processes {
-        for descriptor in procfs::descriptors(*pid) {
-            look_at(*pid, descriptor, &mut pipes)?;
-        }
-    }
-    for (inode, ends) in &pipes {
-        let declared =
-            sandbox.external.iter().any(|e| matches!(e, External::Pipe { inode: declared } if declared == inode));
-        if !declared {
-            ends.check(*inode)?;
-        }
-    }
+    has_one_user_namespace(init, &processes)?;
+    check_mounts(sandbox, init)?;
+    descriptors::check(&processes, init, &sandbox.external)?;
     let page = u64::try_from(rustix::param::page_size()).unwrap_or(4096);
     let pages: u64 = processes.iter().filter_map(|pid| Stat::read(*pid)).map(|stat| stat.pages).sum();
     Ok(Tree { init, bytes: pages.saturating_mul(page) })
@@ -90,6 +62,34 @@ fn has_own_namespaces(init: u32) -> Result<()> {
         return Err(refuse(format!("{} is not number 1 of its pid namespace", procfs::describe(init))).fix(fix));
     }
     Ok(())
+}
+
+/// Processes with rights of their own in a namespace of their own.
+fn has_one_user_namespace(init: u32, processes: &BTreeSet<u32>) -> Result<()> {
+    let own = procfs::namespace(init, "user");
+    let stranger = processes.iter().find(|pid| procfs::namespace(**pid, "user").is_some_and(|it| Some(it) != own));
+    match stranger {
+        Some(pid) => {
+            let what = format!("{} is in a user namespace of its own, which cannot be saved", procfs::describe(*pid));
+            Err(refuse(what).fix("end it, or run it without a user namespace"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// A mount of the host's would be looked for in the sandbox's root at restore.
+fn check_mounts(sandbox: &Sandbox, init: u32) -> Result<()> {
+    let declared = |place: &str| {
+        sandbox.external.iter().any(|e| matches!(e, External::Mount { inside } if inside.to_str() == Some(place)))
+    };
+    match mounts::foreign(&mounts::of(init), &mounts::of(std::process::id()), declared) {
+        Some(mount) => {
+            let place = mount.place.escape_default();
+            Err(refuse(format!("what is mounted at {place} in the sandbox belongs to the host and is not declared"))
+                .fix("declare the mount as external, or unmount it"))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The live processes of the sandbox: those of its cgroup and those below its init must be the same.
@@ -125,99 +125,9 @@ pub(crate) fn membership(cgroup: &Cgroup, init: u32) -> Result<BTreeSet<u32>> {
         .fix("keep every process of the sandbox in its cgroup"))
 }
 
-/// The ends of one pipe that the sandbox holds, each by one holder.
-#[derive(Debug, Default)]
-struct Ends {
-    read: Option<(u32, Descriptor)>,
-    write: Option<(u32, Descriptor)>,
-}
-
-fn look_at(pid: u32, descriptor: Descriptor, pipes: &mut BTreeMap<u64, Ends>) -> Result<()> {
-    let (number, target) = (descriptor.number, descriptor.target.as_str());
-    if let Some((_, what)) = UNSAVABLE.iter().find(|(link, _)| target == *link) {
-        return Err(refuse(format!(
-            "{} holds {what} at descriptor {number}, which cannot be saved",
-            procfs::describe(pid)
-        )));
-    }
-    if let Some(inode) = procfs::link_inode(target, "pipe") {
-        let ends = pipes.entry(inode).or_default();
-        match (descriptor.readable, descriptor.writable) {
-            (true, true) => *ends = Ends::default().both(pid, descriptor),
-            (true, false) if ends.read.is_none() => ends.read = Some((pid, descriptor)),
-            (false, true) if ends.write.is_none() => ends.write = Some((pid, descriptor)),
-            _ => {}
-        }
-    }
-    Ok(())
-}
-
-impl Ends {
-    /// One descriptor that is both ends.
-    fn both(self, pid: u32, descriptor: Descriptor) -> Self {
-        let twin = Descriptor { target: descriptor.target.clone(), path: descriptor.path.clone(), ..descriptor };
-        Self { read: Some((pid, twin)), write: Some((pid, descriptor)) }
-    }
-
-    /// Refuses a pipe whose other end is held outside.
-    fn check(&self, inode: u64) -> Result<()> {
-        let (held, other) = match (&self.read, &self.write) {
-            (Some(read), None) if has_writer(&read.1.path) => (read, "writing"),
-            (None, Some(write)) if has_reader(&write.1.path) => (write, "reading"),
-            _ => return Ok(()),
-        };
-        let (pid, descriptor) = held;
-        Err(refuse(format!(
-            "{} holds pipe:[{inode}] at descriptor {}, whose {other} end is outside the sandbox and not declared",
-            procfs::describe(*pid),
-            descriptor.number
-        ))
-        .fix("declare the pipe as external, or close it"))
-    }
-}
-
-/// Whether somebody holds the reading end: a writing end reports an error where nobody does.
-fn has_reader(writing_end: &Path) -> bool {
-    !reports(writing_end, OFlags::WRONLY, PollFlags::OUT, PollFlags::ERR)
-}
-
-/// Whether somebody holds the writing end: a reading end reports a hang-up where nobody does.
-fn has_writer(reading_end: &Path) -> bool {
-    !reports(reading_end, OFlags::RDONLY, PollFlags::IN, PollFlags::HUP)
-}
-
-/// Opens one more of the same end for a moment and asks it. An end that is gone has no other end either.
-fn reports(end: &Path, mode: OFlags, ask: PollFlags, answer: PollFlags) -> bool {
-    match rustix::fs::open(end, mode | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty()) {
-        Ok(pipe) => {
-            let mut polled = [PollFd::new(&pipe, ask)];
-            let done = rustix::event::poll(&mut polled, Some(&timespec(Duration::ZERO)));
-            let [polled] = polled;
-            done.is_ok() && polled.revents().contains(answer)
-        }
-        Err(error) => error == Errno::NOENT,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::AsRawFd;
-
-    fn link(fd: &impl AsRawFd) -> std::path::PathBuf {
-        format!("/proc/self/fd/{}", fd.as_raw_fd()).into()
-    }
-
-    #[test]
-    fn a_pipe_tells_whether_its_other_end_is_held() {
-        let (reader, writer) = std::io::pipe().unwrap();
-        assert!(has_writer(&link(&reader)) && has_reader(&link(&writer)));
-        drop(writer);
-        assert!(!has_writer(&link(&reader)));
-        let (reader, writer) = std::io::pipe().unwrap();
-        drop(reader);
-        assert!(!has_reader(&link(&writer)));
-    }
 
     #[test]
     fn a_sandbox_without_init_is_no_input() {

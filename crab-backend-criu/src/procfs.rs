@@ -117,6 +117,29 @@ pub(crate) fn descriptors(pid: u32) -> Vec<Descriptor> {
     entries.flatten().filter_map(read).collect()
 }
 
+impl Descriptor {
+    /// The mount that its file was opened through.
+    pub(crate) fn mount(&self) -> Option<u64> {
+        let info = self.path.to_str()?.replacen("/fd/", "/fdinfo/", 1);
+        let text = std::fs::read_to_string(info).ok()?;
+        text.lines().find_map(|line| line.strip_prefix("mnt_id:"))?.trim().parse().ok()
+    }
+
+    /// The protocol of a socket, as the kernel names it: `TCP`, `UNIX-STREAM`.
+    pub(crate) fn protocol(&self) -> Option<String> {
+        let mut name = [0_u8; 64];
+        let length = rustix::fs::getxattr(&self.path, "system.sockprotoname", &mut name[..]).ok()?;
+        let name = name.get(..length)?.split(|b| *b == 0).next()?;
+        Some(String::from_utf8_lossy(name).into_owned())
+    }
+}
+
+/// The processes of the whole host.
+pub(crate) fn all() -> Vec<u32> {
+    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
+    entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
 /// The number in a link such as `pipe:[12]`, where it is of that kind.
 pub(crate) fn link_inode(target: &str, kind: &str) -> Option<u64> {
     target.strip_prefix(kind)?.strip_prefix(":[")?.strip_suffix(']')?.parse().ok()

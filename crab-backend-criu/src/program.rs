@@ -174,7 +174,7 @@ pub(crate) fn common_options(images: i32, work: i32, log: &str) -> Options {
     }
 }
 
-/// Dumps two small processes that hold a listening TCP socket. `criu check` calls hosts fit that fail at that.
+/// Dumps small processes that hold a listening TCP socket and a pipe. `criu check` calls hosts fit that fail at that.
 fn trial(path: &Path, area: &Arc<Area>) -> Result<()> {
     use std::os::fd::AsRawFd;
     let io = |e| Error::io("prepare a trial dump", e);
@@ -204,7 +204,7 @@ fn trial(path: &Path, area: &Arc<Area>) -> Result<()> {
     }
 }
 
-/// The processes of a trial: a shell and its child, in a session of their own. Dropping ends them.
+/// The processes of a trial: a shell and its children, in a session of their own. Dropping ends them.
 struct Subject(Child);
 
 impl Subject {
@@ -212,7 +212,7 @@ impl Subject {
         let listener = OwnedFd::from(TcpListener::bind("127.0.0.1:0")?);
         let mut command = Command::new("/bin/sh");
         command
-            .args(["-c", "sleep 60 & wait"])
+            .args(["-c", "sleep 60 | cat & wait"])
             .env_clear()
             .env("PATH", "/usr/bin:/bin")
             .current_dir("/")

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crab_core::{Error, ErrorKind, Result};
 
-use crate::pack::{BLOCK_PAGES, PAGE, Pack, PackName};
+use crate::pack::{BLOCK_PAGES, PAGE, Pack, PackName, Room};
 use crate::recipe::{Image, Run};
 use crate::{files, parallel};
 
@@ -55,11 +55,11 @@ impl Whole {
             }
         }
         let needed: Vec<(usize, usize)> = needed.into_iter().collect();
-        let check = |(): &mut (), n: usize| match needed.get(n) {
-            Some((pack, block)) => self.read(*pack, |pack| pack.check_block(*block)),
+        let check = |room: &mut Room, n: usize| match needed.get(n) {
+            Some((pack, block)) => self.read(*pack, |pack| pack.check_block(*block, room)),
             None => Ok(()),
         };
-        parallel::each(needed.len(), || (), check).map(drop)
+        parallel::each(needed.len(), Room::default, check).map(drop)
     }
 
     /// Writes the images into a directory. `wanted` is asked now and then whether to go on.
@@ -98,8 +98,7 @@ impl Whole {
             };
             let mut page = run.first as usize;
             while offset < end {
-                let pages =
-                    blocks.get(pack, page / BLOCK_PAGES, |block| self.read(pack, |pack| pack.read_block(block)))?;
+                let pages = blocks.get(self, pack, page / BLOCK_PAGES)?;
                 let begin = page % BLOCK_PAGES * PAGE;
                 let most = usize::try_from(end - offset).unwrap_or(usize::MAX);
                 let some = pages.get(begin..pages.len().min(begin.saturating_add(most))).unwrap_or_default();
@@ -168,24 +167,29 @@ fn cut(image: usize, runs: &[Run], pieces: &mut Vec<Piece>) {
     }
 }
 
-/// The blocks that a thread read last.
+/// The blocks that a thread read last, the newest first.
 #[derive(Default)]
-struct Blocks(VecDeque<((usize, usize), Vec<u8>)>);
+struct Blocks {
+    kept: VecDeque<((usize, usize), Vec<u8>)>,
+    room: Room,
+}
 
 impl Blocks {
-    fn get(&mut self, pack: usize, block: usize, read: impl FnOnce(usize) -> Result<Vec<u8>>) -> Result<&[u8]> {
+    fn get(&mut self, whole: &Whole, pack: usize, block: usize) -> Result<&[u8]> {
         let key = (pack, block);
-        if let Some(at) = self.0.iter().position(|(kept, _)| *kept == key) {
-            // To the front.
-            if let Some(found) = self.0.remove(at) {
-                self.0.push_front(found);
-            }
-        } else {
-            let pages = read(block)?;
-            self.0.truncate(KEPT - 1);
-            self.0.push_front((key, pages));
+        let mut found = match self.kept.iter().position(|(kept, _)| *kept == key) {
+            Some(at) => self.kept.remove(at),
+            None => None,
+        };
+        if found.is_none() {
+            let oldest = if self.kept.len() >= KEPT { self.kept.pop_back() } else { None };
+            let mut pages = oldest.map(|(_, pages)| pages).unwrap_or_default();
+            whole.read(pack, |pack| pack.read_block(block, &mut self.room, &mut pages))?;
+            found = Some((key, pages));
         }
-        Ok(self.0.front().map(|(_, pages)| &pages[..]).unwrap_or_default())
+        self.kept.extend(found);
+        self.kept.rotate_right(1);
+        Ok(self.kept.front().map(|(_, pages)| &pages[..]).unwrap_or_default())
     }
 }
 

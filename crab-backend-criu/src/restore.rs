@@ -6,16 +6,17 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crab_core::{Artifact, Condition, Error, ErrorKind, External, InheritedFd, RestoreTarget, Result};
+use crab_core::{Artifact, Condition, Error, ErrorKind, External, RestoreTarget, Result};
 use rustix::process::{Pid, WaitId, WaitIdOptions};
 
 use crate::backend::{Connections, Inner};
 use crate::cgroup::Cgroup;
-use crate::dump::{FACT_ARCHITECTURE, FACT_CRIU, FACT_KERNEL, FACT_TASKS, NETWORK_KEY, utf8};
+use crate::dump::{FACT_ARCHITECTURE, FACT_CRIU, FACT_KERNEL, FACT_TASKS, utf8};
+use crate::externals::{self, Given};
 use crate::failure::CriuFailure;
 use crate::procfs::{self, Stat};
 use crate::program::{self, common_options};
-use crate::proto::{InheritFd, Kind, Options, Response};
+use crate::proto::{Kind, Options, Response};
 use crate::store::{Body, Opened};
 use crate::swrk::{Broken, Swrk};
 use crate::sys::Surroundings;
@@ -23,8 +24,6 @@ use crate::turns::{Caller, Turn};
 use crate::{files, preflight, sockets};
 
 const LOG: &str = "restore.log";
-/// Numbers below are the standard streams of the CRIU process.
-const LOWEST_FD: i32 = 10;
 
 /// A restored tree. Dropping it ends the tree, unless it was handed on.
 #[derive(Debug)]
@@ -99,7 +98,7 @@ pub(crate) fn run(
         let what = format!("the root {} of the sandbox {} is no directory", sandbox.root.display(), sandbox.id);
         return Err(stopped(Error::new(ErrorKind::InvalidInput, what).fix("restore its filesystem first")));
     }
-    let (keep, inherit_fd) = give(&body, inherited).map_err(stopped)?;
+    let Given { keep, inherit: inherit_fd, external } = externals::given(&body.external, inherited).map_err(stopped)?;
     let bind = CString::new(sandbox.root.as_os_str().as_bytes())
         .map_err(|_| stopped(Error::new(ErrorKind::InvalidInput, "the root's path holds a zero byte")))?;
     let area = inner.area_for(whole.size());
@@ -116,6 +115,7 @@ pub(crate) fn run(
         tcp_established: Some(inner.connections == Connections::Keep),
         tcp_close: Some(inner.connections == Connections::Close),
         inherit_fd,
+        external,
         // Each page leaves the image as it goes into a task, so that no second copy of the memory is there.
         auto_dedup: Some(true),
         ..common_options(images.as_raw_fd(), work.as_raw_fd(), LOG)
@@ -219,28 +219,6 @@ fn other_surroundings(body: &Body, inner: &Inner) -> String {
     });
     let text: Vec<_> = differs.collect();
     if text.is_empty() { String::new() } else { format!(" ({})", text.join(", ")) }
-}
-
-/// One descriptor for each external thing of the artifact, with the key that it has in the images.
-fn give(body: &Body, mut inherited: Vec<InheritedFd>) -> Result<(Vec<OwnedFd>, Vec<InheritFd>)> {
-    let (mut keep, mut table) = (Vec::new(), Vec::new());
-    for external in &body.external {
-        let name = external.key();
-        let Some(at) = inherited.iter().position(|given| given.external.key() == name) else {
-            return Err(Error::new(ErrorKind::InvalidInput, format!("the host gave nothing in place of {name}"))
-                .fix("give one descriptor for each external thing of the artifact"));
-        };
-        let given = inherited.swap_remove(at);
-        let key = match external {
-            External::NetworkNamespace { .. } => NETWORK_KEY.to_owned(),
-            _ => name,
-        };
-        let fd = rustix::io::fcntl_dupfd_cloexec(&given.fd, LOWEST_FD)
-            .map_err(|e| Error::io("duplicate an inherited descriptor", e.into()))?;
-        table.push(InheritFd { key, fd: fd.as_raw_fd() });
-        keep.push(fd);
-    }
-    Ok((keep, table))
 }
 
 /// The tree after CRIU has gone.

@@ -1,13 +1,15 @@
-//! TCP around a restore. Two things are not as they were at the dump:
+//! Sockets as the kernel lists them. Around a restore two things of TCP are not as they were at the dump:
 //!
 //! - The killed processes' connections linger in the kernel for a minute, and their addresses with them: they are
 //!   ended before CRIU wants the addresses.
 //! - A restored connection whose other end is outside the sandbox has nobody to talk to, and whoever reads from it
 //!   would wait for ever: it is reset before any task runs. One whose two ends were both restored goes on.
 //!
-//! Both are asked of the kernel by `sock_diag` in the sandbox's network namespace, from a thread of its own.
+//! Before a dump, each Unix socket's other end is asked for, to see whether the host holds it.
+//!
+//! All are asked of the kernel by `sock_diag` in the sandbox's network namespace, from a thread of its own.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -25,6 +27,10 @@ const NLMSG_DONE: u16 = 3;
 const TCP: u8 = 6;
 const INET: u8 = 2;
 const INET6: u8 = 10;
+const UNIX: u8 = 1;
+/// `UDIAG_SHOW_PEER`.
+const SHOW_PEER: u32 = 4;
+const UNIX_DIAG_PEER: u16 = 2;
 /// `struct nlmsghdr`.
 const HEADER: usize = 16;
 /// `struct inet_diag_msg`.
@@ -82,6 +88,51 @@ pub(crate) fn clear_lingering(namespace: impl AsFd) -> io::Result<usize> {
         let sockets = list(diag)?;
         Ok(destroy(diag, sockets.iter().filter(|socket| socket.is_connection() && socket.inode == 0)))
     })
+}
+
+/// The Unix sockets of a network namespace, each with its other end, or zero where it has none or nobody accepted it yet.
+pub(crate) fn unix_peers(namespace: impl AsFd) -> io::Result<BTreeMap<u64, u64>> {
+    inside(namespace.as_fd(), |diag| {
+        let mut bytes = vec![0; 4];
+        bytes.extend(SOCK_DIAG_BY_FAMILY.to_ne_bytes());
+        bytes.extend((NLM_F_REQUEST | NLM_F_DUMP).to_ne_bytes());
+        bytes.extend([0; 8]);
+        // Family, protocol, padding; all states; any inode; with the peers; any cookie.
+        bytes.extend([UNIX, 0, 0, 0]);
+        for word in [u32::MAX, 0, SHOW_PEER, u32::MAX, u32::MAX] {
+            bytes.extend(word.to_ne_bytes());
+        }
+        let length = u32::try_from(bytes.len()).unwrap_or_default().to_ne_bytes();
+        bytes.splice(0..4, length);
+        rustix::net::send(diag, &bytes, SendFlags::empty())?;
+        let mut peers = BTreeMap::new();
+        while !receive(diag, |datagram| {
+            walk(datagram, |body| {
+                if let Some((inode, peer)) = unix_socket(body) {
+                    peers.insert(inode, peer);
+                }
+                Ok(())
+            })
+        })? {}
+        Ok(peers)
+    })
+}
+
+/// `struct unix_diag_msg` and its attributes.
+fn unix_socket(body: &[u8]) -> Option<(u64, u64)> {
+    if *body.first()? != UNIX {
+        return None;
+    }
+    let inode = u64::from(u32::from_ne_bytes(field(body, 4)?));
+    let (mut rest, mut peer) = (body.get(16..)?, 0);
+    while let (Some(length), Some(kind)) = (field(rest, 0), field(rest, 2)) {
+        let length = usize::from(u16::from_ne_bytes(length));
+        if u16::from_ne_bytes(kind) == UNIX_DIAG_PEER {
+            peer = u64::from(u32::from_ne_bytes(field(rest, 4)?));
+        }
+        rest = rest.get(length.max(4).next_multiple_of(4)..).unwrap_or_default();
+    }
+    Some((inode, peer))
 }
 
 /// Resets the connections of the processes that hold `held` whose other end none of them holds.
@@ -157,23 +208,44 @@ fn destroy<'a>(diag: &OwnedFd, sockets: impl Iterator<Item = &'a Socket>) -> usi
     outcomes.filter(Result::is_ok).count()
 }
 
-/// Reads one datagram. True where the answer is complete.
+/// Reads one datagram of TCP sockets. True where the answer is complete.
 fn read(diag: &OwnedFd, sockets: &mut Vec<Socket>) -> io::Result<bool> {
+    receive(diag, |datagram| parse(datagram, sockets))
+}
+
+fn receive<T>(diag: &OwnedFd, parse: impl FnOnce(&[u8]) -> io::Result<T>) -> io::Result<T> {
     let mut buffer = vec![0_u8; 64 << 10];
     loop {
         match rustix::net::recv(diag, &mut buffer[..], RecvFlags::empty()) {
-            Ok((length, _)) => return parse(buffer.get(..length).unwrap_or_default(), sockets),
+            Ok((length, _)) => return parse(buffer.get(..length).unwrap_or_default()),
             Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
     }
 }
 
-fn parse(mut bytes: &[u8], sockets: &mut Vec<Socket>) -> io::Result<bool> {
-    let short = || io::Error::new(io::ErrorKind::InvalidData, "a netlink message is cut short");
-    fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
-        bytes.get(at..at.checked_add(N)?)?.try_into().ok()
-    }
+fn short() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "a netlink message is cut short")
+}
+
+fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
+    bytes.get(at..at.checked_add(N)?)?.try_into().ok()
+}
+
+fn parse(bytes: &[u8], sockets: &mut Vec<Socket>) -> io::Result<bool> {
+    walk(bytes, |body| {
+        if body.len() >= MESSAGE {
+            let [family, state, ..] = *body else { return Err(short()) };
+            let id = field(body, 4).ok_or_else(short)?;
+            let inode = field(body, 68).map(u32::from_ne_bytes).ok_or_else(short)?;
+            sockets.push(Socket { family, state, id, inode });
+        }
+        Ok(())
+    })
+}
+
+/// Shows the messages about sockets in a datagram. True where the answer is complete.
+fn walk(mut bytes: &[u8], mut show: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<bool> {
     while !bytes.is_empty() {
         let length = field(bytes, 0).map(u32::from_ne_bytes).and_then(|n| usize::try_from(n).ok()).ok_or_else(short)?;
         let message = bytes.get(..length).filter(|message| message.len() >= HEADER).ok_or_else(short)?;
@@ -184,12 +256,7 @@ fn parse(mut bytes: &[u8], sockets: &mut Vec<Socket>) -> io::Result<bool> {
                 let code = field(body, 0).map(i32::from_ne_bytes).ok_or_else(short)?;
                 return if code == 0 { Ok(true) } else { Err(io::Error::from_raw_os_error(code.saturating_neg())) };
             }
-            SOCK_DIAG_BY_FAMILY if body.len() >= MESSAGE => {
-                let [family, state, ..] = *body else { return Err(short()) };
-                let id = field(body, 4).ok_or_else(short)?;
-                let inode = field(body, 68).map(u32::from_ne_bytes).ok_or_else(short)?;
-                sockets.push(Socket { family, state, id, inode });
-            }
+            SOCK_DIAG_BY_FAMILY => show(body)?,
             _ => {}
         }
         bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
@@ -249,10 +316,30 @@ mod tests {
         assert_eq!(found.ends().1.1, listener.local_addr().unwrap().port().to_be_bytes());
     }
 
+    #[test]
+    fn the_ends_of_a_socket_pair_are_each_others_peers() {
+        use std::os::unix::net::{UnixListener, UnixStream};
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let inode =
+            |socket: &dyn AsRawFd| std::fs::metadata(format!("/proc/self/fd/{}", socket.as_raw_fd())).unwrap().ino();
+        let (one, other) = UnixStream::pair().unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(directory.path().join("socket")).unwrap();
+        let waiting = UnixStream::connect(directory.path().join("socket")).unwrap();
+        let peers = unix_peers(std::fs::File::open("/proc/thread-self/ns/net").unwrap()).unwrap();
+        assert_eq!(peers[&inode(&one)], inode(&other));
+        assert_eq!(peers[&inode(&other)], inode(&one));
+        assert_eq!(peers[&inode(&waiting)], 0, "nobody accepted it yet");
+        assert_eq!(peers[&inode(&listener)], 0);
+    }
+
     proptest! {
         #[test]
         fn no_message_makes_the_reader_panic(bytes: Vec<u8>, kind in 0_u16..25) {
             let _ = parse(&bytes, &mut Vec::new());
+            let _ = unix_socket(&bytes);
             let mut framed = u32::try_from(bytes.len() + HEADER).unwrap().to_ne_bytes().to_vec();
             framed.extend(kind.to_ne_bytes());
             framed.extend([0; 10]);

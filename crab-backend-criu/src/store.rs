@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use crate::deposit::{Deposit, deposit};
-use crate::pack::{BLOCK_PAGES, PAGE, Pack, PackName};
+use crate::pack::{BLOCK_PAGES, PAGE, Pack, PackName, Room};
 use crate::rebuild::{Suspects, Whole, corrupt};
 use crate::{files, recipe};
 
@@ -446,11 +446,13 @@ fn read_recipe(packs: &[Pack], (first, size): (u32, u64)) -> Result<Vec<recipe::
     }
     let size = usize::try_from(size).map_err(|e| e.to_string())?;
     let begin = first % BLOCK_PAGES * PAGE;
+    let (mut room, mut pages) = (Room::default(), Vec::new());
     for block in first / BLOCK_PAGES.. {
         if list.len() >= begin + size {
             break;
         }
-        list.extend(own.read_block(block)?);
+        own.read_block(block, &mut room, &mut pages)?;
+        list.extend_from_slice(&pages);
     }
     let list = list.get(begin..begin + size).ok_or("the list of its images is cut short")?;
     let pages: Vec<usize> = packs.iter().map(|pack| pack.pages().len()).collect();

@@ -61,6 +61,25 @@ pub enum External {
         /// The pipe's inode number: what `readlink /proc/PID/fd/N` shows in brackets.
         inode: u64,
     },
+    /// A Unix socket whose other end the host holds, such as the standard streams of a tool server. The pair must have
+    /// been made in the sandbox's network namespace: elsewhere nobody can tell whose it is.
+    Socket {
+        /// The inode number of the end inside: what `readlink /proc/PID/fd/N` shows in brackets.
+        inode: u64,
+    },
+    /// A terminal of the host's, such as the controlling terminal of an interactive shell: the end inside of a pty whose
+    /// master the host holds.
+    Terminal {
+        /// The terminal's own device number, `st_rdev`.
+        number: u64,
+        /// The device number of the file system that it is on, `st_dev`.
+        device: u64,
+    },
+    /// A file, directory or device node of the host's that is mounted inside.
+    Mount {
+        /// Where, as seen from inside: an absolute path.
+        inside: PathBuf,
+    },
 }
 
 impl External {
@@ -70,6 +89,9 @@ impl External {
         match self {
             Self::NetworkNamespace { .. } => "network-namespace".to_owned(),
             Self::Pipe { inode } => format!("pipe:[{inode}]"),
+            Self::Socket { inode } => format!("socket:[{inode}]"),
+            Self::Terminal { number, device } => format!("tty[{number:x}:{device:x}]"),
+            Self::Mount { inside } => format!("mount:{}", inside.display()),
         }
     }
 }
@@ -79,6 +101,7 @@ impl External {
 pub struct InheritedFd {
     /// What it replaces.
     pub external: External,
-    /// The descriptor: for a pipe the end that the sandbox's processes held, for a namespace the namespace file.
+    /// The descriptor: for a pipe or socket the end that the sandbox's processes held, for a namespace the namespace
+    /// file, for a terminal the end inside of the new one, for a mount the file or directory to mount.
     pub fd: OwnedFd,
 }

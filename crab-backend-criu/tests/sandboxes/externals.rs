@@ -1,15 +1,17 @@
 //! What belongs to the host: left out at the dump, given again at the restore.
 
 use std::collections::BTreeSet;
-use std::io::Read;
-use std::os::fd::OwnedFd;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 
 use crab_core::CheckpointBackend;
 use crab_core::{ErrorKind, External, InheritedFd, RestoreTarget};
 
 use crab_examples::sandbox::Sandbox;
 
-use crate::support::{eventually, run, world};
+use crate::support::{background_on, eventually, run, within, world};
 
 /// The pipes that a background command writes to the host.
 fn pipes(external: &[External]) -> Vec<u64> {
@@ -165,4 +167,172 @@ async fn a_restore_without_what_is_external_is_refused_before_criu_runs() {
     let error = world.backend.restore(&artifact, target).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
     assert!(error.to_string().contains("pipe:["), "{error}");
+}
+
+fn inode(socket: &UnixStream) -> u64 {
+    std::fs::metadata(format!("/proc/self/fd/{}", socket.as_raw_fd())).unwrap().ino()
+}
+
+/// A tool server: a line in, a line out, and a number that grows.
+const TOOL: &str = "
+import sys
+n = 0
+for line in sys.stdin:
+    n += 1
+    print(n, line.strip(), flush=True)
+";
+
+/// What the server answers.
+fn call(mut end: &UnixStream, word: &str) -> String {
+    end.set_read_timeout(Some(std::time::Duration::from_secs(60))).unwrap();
+    end.write_all(format!("{word}\n").as_bytes()).unwrap();
+    let mut line = String::new();
+    BufReader::new(end).read_line(&mut line).unwrap();
+    line
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tool_server_on_a_declared_socket_answers_on_a_fresh_one_after_the_restore() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.bare();
+    std::fs::write(sandbox.root().join("root/tool.py"), TOOL).unwrap();
+    let pair = || within(&sandbox, &["net"], || UnixStream::pair().unwrap());
+    let (host, inside) = pair();
+    let socket = External::Socket { inode: inode(&inside) };
+    background_on(&sandbox, inside.into(), "setsid python3 tool.py");
+    assert_eq!(call(&host, "one"), "1 one\n");
+    let error = world.checkpoint_with(&sandbox, &[]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotCheckpointable, "{error}");
+    assert!(error.to_string().contains(&socket.key()) && error.to_string().contains("(python3)"), "{error}");
+
+    let artifact = world.checkpoint_with(&sandbox, std::slice::from_ref(&socket)).await.unwrap();
+    assert_eq!(call(&host, "two"), "2 two\n", "the original is not disturbed");
+    sandbox.kill().unwrap();
+    let (host, inside) = UnixStream::pair().unwrap();
+    let given = InheritedFd { external: socket.clone(), fd: inside.into() };
+    world.restore_with(&sandbox, &artifact, vec![given]).await.unwrap();
+    assert_eq!(call(&host, "three"), "2 three\n");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_socket_of_the_hosts_network_namespace_is_refused_even_where_it_is_declared() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.bare();
+    std::fs::write(sandbox.root().join("root/tool.py"), TOOL).unwrap();
+    let (host, inside) = UnixStream::pair().unwrap();
+    let socket = External::Socket { inode: inode(&inside) };
+    background_on(&sandbox, inside.into(), "setsid python3 tool.py");
+    assert_eq!(call(&host, "one"), "1 one\n");
+    let error = world.checkpoint_with(&sandbox, &[socket]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotCheckpointable, "{error}");
+    assert!(error.to_string().contains("another network namespace"), "{error}");
+    assert_eq!(call(&host, "two"), "2 two\n");
+}
+
+/// A pty of the host's: the master and the end that goes inside.
+fn terminal() -> (std::fs::File, std::fs::File, External) {
+    use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+    grantpt(&master).unwrap();
+    unlockpt(&master).unwrap();
+    let name = ptsname(&master, Vec::new()).unwrap();
+    let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::NOCTTY | rustix::fs::OFlags::CLOEXEC;
+    let inside = std::fs::File::from(rustix::fs::open(name, flags, rustix::fs::Mode::empty()).unwrap());
+    let metadata = inside.metadata().unwrap();
+    let external = External::Terminal { number: metadata.rdev(), device: metadata.dev() };
+    (master.into(), inside, external)
+}
+
+/// Types a line and reads until the answer is there.
+fn type_line(mut master: &std::fs::File, line: &str, answer: &str) {
+    master.write_all(format!("{line}\n").as_bytes()).unwrap();
+    let mut text = String::new();
+    while !text.contains(answer) {
+        let mut buffer = [0; 512];
+        let wanted = &mut [rustix::event::PollFd::new(&master, rustix::event::PollFlags::IN)];
+        let patience = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
+        assert_eq!(rustix::event::poll(wanted, Some(&patience)).unwrap(), 1, "no {answer:?} in {text:?}");
+        let count = master.read(&mut buffer).unwrap();
+        text.push_str(&String::from_utf8_lossy(&buffer[..count]));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_interactive_shell_goes_on_at_a_fresh_terminal() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.bare();
+    let (master, inside, external) = terminal();
+    background_on(&sandbox, inside.into(), "setsid -c bash --norc -i");
+    type_line(&master, "x=41; echo the-$((x + 1))", "the-42");
+    let error = world.checkpoint_with(&sandbox, &[]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotCheckpointable, "{error}");
+    assert!(error.to_string().contains("terminal") && error.to_string().contains("(bash)"), "{error}");
+
+    let artifact = world.checkpoint_with(&sandbox, std::slice::from_ref(&external)).await.unwrap();
+    type_line(&master, "echo it-$((x + 2))", "it-43");
+    sandbox.kill().unwrap();
+    drop(master);
+    let (master, inside, _) = terminal();
+    let given = InheritedFd { external, fd: inside.into() };
+    world.restore_with(&sandbox, &artifact, vec![given]).await.unwrap();
+    type_line(&master, "echo new-$((x + 3))", "new-44");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_directory_of_the_host_is_mounted_again_where_it_is_declared() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    let shared = tempfile::tempdir().unwrap();
+    std::fs::write(shared.path().join("note"), "of the host").unwrap();
+    std::fs::create_dir(sandbox.root().join("work")).unwrap();
+    mount_inside(&sandbox, shared.path(), "/work");
+    run(&sandbox, "cat /work/note; (exec 5</work/note; exec sleep 1000) </dev/null >/dev/null 2>&1 &");
+    let error = world.checkpoint_with(&sandbox, &[]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotCheckpointable, "{error}");
+    assert!(error.to_string().contains("/work"), "{error}");
+
+    let mount = External::Mount { inside: "/work".into() };
+    let artifact = world.checkpoint_with(&sandbox, std::slice::from_ref(&mount)).await.unwrap();
+    sandbox.kill().unwrap();
+    let given = InheritedFd { external: mount, fd: std::fs::File::open(shared.path()).unwrap().into() };
+    world.restore_with(&sandbox, &artifact, vec![given]).await.unwrap();
+    assert_eq!(run(&sandbox, "cat /work/note; cat /proc/$(pgrep -x sleep)/fd/5"), "of the hostof the host");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_node_of_the_host_is_mounted_again_where_it_is_declared() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    std::fs::write(sandbox.root().join("dev/mine"), "").unwrap();
+    mount_inside(&sandbox, std::path::Path::new("/dev/zero"), "/dev/mine");
+    run(&sandbox, "(exec 5</dev/mine; exec sleep 1000) </dev/null >/dev/null 2>&1 &");
+    let mount = External::Mount { inside: "/dev/mine".into() };
+    let artifact = world.checkpoint_with(&sandbox, std::slice::from_ref(&mount)).await.unwrap();
+    sandbox.kill().unwrap();
+    let given = InheritedFd { external: mount, fd: std::fs::File::open("/dev/zero").unwrap().into() };
+    world.restore_with(&sandbox, &artifact, vec![given]).await.unwrap();
+    assert_eq!(
+        run(&sandbox, "head -c 3 /dev/mine | od -An -tx1; head -c 1 /proc/$(pgrep -x sleep)/fd/5 | wc -c"),
+        " 00 00 00\n1"
+    );
+}
+
+/// Mounts something of the host's in a running sandbox.
+fn mount_inside(sandbox: &Sandbox, source: &std::path::Path, place: &str) {
+    use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
+    let tree = open_tree(rustix::fs::CWD, source, OpenTreeFlags::OPEN_TREE_CLONE).unwrap();
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    within(sandbox, &["mnt"], || move_mount(&tree, "", rustix::fs::CWD, place, flags).unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_file_of_the_host_that_is_open_inside_is_refused_by_name() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    let file = tempfile::Builder::new().prefix("of-the-host-").tempfile().unwrap();
+    background_on(&sandbox, file.as_file().try_clone().unwrap().into(), "setsid sleep 1000");
+    eventually("it sleeps", || sandbox.exec("pgrep -x sleep").unwrap().success().then_some(()));
+    let error = world.checkpoint_with(&sandbox, &[]).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotCheckpointable, "{error}");
+    assert!(error.to_string().contains("of-the-host-") && error.to_string().contains("(sleep)"), "{error}");
 }

@@ -1,7 +1,9 @@
 //! Sandboxes with a server that holds a number in memory, a backend of their own, and what tests do with both.
 
 use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -10,8 +12,8 @@ use async_trait::async_trait;
 use crab_backend_criu::{CriuBackend, CriuBuilder};
 use crab_core::conformance::BackendFixture;
 use crab_core::{
-    Artifact, ArtifactId, AtCut, CaptureRequest, Captured, CheckpointBackend, NoCut, OperationId, RestoreTarget,
-    Restored, Result, SandboxHost, SandboxId,
+    Artifact, ArtifactId, AtCut, CaptureRequest, Captured, CheckpointBackend, External, InheritedFd, NoCut,
+    OperationId, RestoreTarget, Restored, Result, SandboxHost, SandboxId,
 };
 use crab_examples::sandbox::{Config, ExampleHost, Sandbox, ScratchRoot, criu_binary, home};
 
@@ -136,6 +138,46 @@ pub(crate) fn python(sandbox: &Sandbox, name: &str, program: &str) {
     background(sandbox, &format!("python3 /root/{name}.py"));
 }
 
+/// Starts a line in the background whose standard streams are all this descriptor of the host's.
+pub(crate) fn background_on(sandbox: &Sandbox, stream: OwnedFd, line: &str) {
+    // Whatever else the tests inherited is closed.
+    let script = "for fd in /proc/$$/fd/*; do [ ${fd##*/} -le 2 ] || eval \"exec ${fd##*/}>&-\"; done; \
+                  echo $$ > \"$1\" && exec nsenter -t \"$2\" -m -u -i -n -p -r -w /bin/sh -c \"$3\"";
+    let status = Command::new("/bin/bash")
+        .args(["--norc", "-c", script, "sh"])
+        .arg(sandbox.cgroup().join("cgroup.procs"))
+        .arg(sandbox.init().unwrap().to_string())
+        .arg(format!("cd /root; exec 3<&0; {line} <&3 3<&- &"))
+        .env_clear()
+        .env("PATH", "/usr/bin:/bin:/usr/sbin:/sbin")
+        .stdin(Stdio::from(stream.try_clone().unwrap()))
+        .stdout(Stdio::from(stream.try_clone().unwrap()))
+        .stderr(Stdio::from(stream))
+        .status()
+        .unwrap();
+    assert!(status.success());
+}
+
+/// Does something on a thread that is in namespaces of the sandbox: `net`, `mnt`.
+pub(crate) fn within<T: Send>(sandbox: &Sandbox, namespaces: &[&str], work: impl FnOnce() -> T + Send) -> T {
+    let init = sandbox.init().map_or_else(|| "self".to_owned(), |init| init.to_string());
+    let files: Vec<_> =
+        namespaces.iter().map(|name| std::fs::File::open(format!("/proc/{init}/ns/{name}")).unwrap()).collect();
+    let enter = || {
+        // A thread that shares its working directory with others cannot change its mounts.
+        #[allow(unsafe_code, reason = "FILES is not among the flags, so no descriptor changes its meaning")]
+        // SAFETY: as the reason says.
+        unsafe {
+            rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::FS).unwrap();
+        }
+        for file in &files {
+            rustix::thread::move_into_link_name_space(file.as_fd(), None).unwrap();
+        }
+        work()
+    };
+    std::thread::scope(|scope| scope.spawn(enter).join().unwrap())
+}
+
 /// One question to a server in the sandbox.
 pub(crate) fn ask(sandbox: &Sandbox, port: u16, question: &str) -> Option<String> {
     let mut stream = sandbox.connect(port).ok()?;
@@ -201,6 +243,40 @@ impl World {
 
     pub(crate) async fn checkpoint(&self, sandbox: &Sandbox) -> Artifact {
         self.capture(sandbox).await.unwrap().persist().await.unwrap()
+    }
+
+    /// A checkpoint of a sandbox that holds more of the host's than it says itself.
+    pub(crate) async fn checkpoint_with(&self, sandbox: &Sandbox, external: &[External]) -> Result<Artifact> {
+        let mut described = sandbox.describe();
+        described.external.extend(external.iter().cloned());
+        let request = CaptureRequest {
+            sandbox: &described,
+            artifact: artifact_name(),
+            parent: None,
+            frozen: false,
+            deadline: None,
+            at_cut: &mut NoCut,
+        };
+        self.backend.capture(request).await?.persist().await
+    }
+
+    /// A restore that gives these besides what the sandbox gives itself.
+    pub(crate) async fn restore_with(
+        &self,
+        sandbox: &Sandbox,
+        artifact: &Artifact,
+        given: Vec<InheritedFd>,
+    ) -> Result<Restored> {
+        let own: Vec<External> =
+            artifact.external.iter().filter(|e| given.iter().all(|g| g.external != **e)).cloned().collect();
+        let mut inherited = sandbox.inherit(&own)?;
+        inherited.extend(given);
+        let operation: OperationId = unique("restore").parse().unwrap();
+        let target =
+            RestoreTarget { sandbox: sandbox.describe(), operation, keep_replaced: None, inherited, deadline: None };
+        let restored = self.backend.restore(artifact, target).await?;
+        sandbox.adopt(restored.init.expect("a process backend names the init"))?;
+        Ok(restored)
     }
 
     pub(crate) async fn restore(&self, sandbox: &Sandbox, artifact: &Artifact) -> Result<Restored> {
