@@ -400,7 +400,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let (name, pages) = pack(directory.path(), 70);
         let pack = open(directory.path(), name).unwrap();
-        let (mut room, mut block, mut read) = (Room::default(), Vec::new(), Vec::new());
+        let (mut room, mut block, mut read) = (Room::default(), Vec::new(), Vec::<u8>::new());
         for n in 0..3 {
             pack.read_block(n, &mut room, &mut block).unwrap();
             read.extend(&block);
