@@ -18,21 +18,6 @@ async fn the_backend_passes_the_suite_of_backends() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn five_lives_each_begin_with_the_newest_number() {
-    let Some(world) = world().await else { return };
-    let sandbox = world.with_server();
-    for life in 1..=5 {
-        set(&sandbox, life);
-        let artifact = world.checkpoint(&sandbox).await;
-        set(&sandbox, 1000 + life);
-        sandbox.kill().unwrap();
-        world.restore(&sandbox, &artifact).await.unwrap();
-        assert_eq!(get(&sandbox), Some(life));
-    }
-    world.assert_no_captures();
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_sandbox_that_the_caller_froze_stays_frozen() {
     let Some(world) = world().await else { return };
     let sandbox = world.with_server();
