@@ -27,13 +27,18 @@
 //! itself refuses comes back as [`CriuFailure`] in the error's source chain, with the place of its log.
 //!
 //! # Limits
-//! - **A Landlock domain is not restored**, and the kernel does not show which processes have one: a sandbox that
-//!   depends on Landlock must not be restored by this backend.
+//! - **A Landlock domain is not restored.** A process in one is refused by name; the kernel does not show it, so each
+//!   process with `no_new_privs` is asked, on x86-64. One that restricted itself without `no_new_privs` (which needs
+//!   `CAP_SYS_ADMIN`), or that another security module confines, is not found.
 //! - POSIX locks on a file that their holder also maps are lost at a restore. A sandbox that holds an exclusive one, such
 //!   as a transaction of SQLite in WAL mode, is refused until it is over; shared ones are lost silently.
 //! - CRIU puts code of its own into the tasks. Whoever kills CRIU in the middle of a dump may end some of them: so a
 //!   deadline does not kill it but makes it fail, and its end by other hands comes back as an error that says so.
-//! - A blocked `poll` may return early with `EINTR` after a capture.
+//! - A blocked `poll` may return early with `EINTR` after a capture: `tail -f` ends of it, and
+//!   `tail ---disable-inotify -f` does not.
+//! - The monotonic clock inside, and timers, stand still between a dump and its restore; the wall clock is the host's.
+//! - A random generator in a process's memory goes on where it was, in every fork the same. What a process draws from
+//!   the kernel (`getrandom`, `/dev/urandom`) is different in each: an agent's tools should seed from there on each use.
 //! - The network configuration of a declared network namespace is the host's.
 //! - Images hold all of the processes' memory, secrets too: they are readable by their owner only.
 
@@ -47,6 +52,7 @@ mod dump;
 mod externals;
 mod failure;
 mod files;
+mod landlock;
 mod locks;
 mod mounts;
 mod pack;

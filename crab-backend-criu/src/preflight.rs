@@ -7,7 +7,7 @@ use crab_core::{Error, ErrorKind, External, Result, Sandbox};
 
 use crate::cgroup::Cgroup;
 use crate::procfs::{self, Stat};
-use crate::{descriptors, mounts};
+use crate::{descriptors, landlock, mounts};
 
 /// A process tree that may be dumped.
 #[derive(Debug)]
@@ -30,6 +30,7 @@ pub(crate) fn check(sandbox: &Sandbox) -> Result<Tree> {
     has_one_user_namespace(init, &processes)?;
     check_mounts(sandbox, init)?;
     descriptors::check(&processes, init, &sandbox.external)?;
+    landlock::check(&processes, init)?;
     let page = u64::try_from(rustix::param::page_size()).unwrap_or(4096);
     let pages: u64 = processes.iter().filter_map(|pid| Stat::read(*pid)).map(|stat| stat.pages).sum();
     Ok(Tree { init, bytes: pages.saturating_mul(page) })

@@ -281,7 +281,8 @@ def check():
         std::fs::copy(sandbox.root().join("root/holder.py"), fork.root().join("root/holder.py")).unwrap();
     }
     let (one, two) = tokio::join!(world.restore(&forks[0], &artifact), world.restore(&forks[1], &artifact));
-    (one.unwrap(), two.unwrap());
+    one.unwrap();
+    two.unwrap();
     let drawn: Vec<(String, String)> = [&forks[0], &forks[1], &sandbox]
         .iter()
         .map(|sandbox| {

@@ -114,3 +114,40 @@ async fn a_sandbox_in_which_nothing_lives_is_no_input() {
     let error = world.capture_with(&sandbox, false, None, &mut NoCut).await.err().expect("it is refused");
     assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_restricted_by_landlock_is_refused_by_name() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    // Without rights, restricted in a thread of its own or not at all.
+    let program = "
+import ctypes, os, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+def restrict():
+    libc.prctl(38, 1, 0, 0, 0)
+    ruleset = libc.syscall(444, (ctypes.c_uint64 * 1)(1), 8, 0)
+    done = 'no' if ruleset < 0 or libc.syscall(446, ruleset, 0) else 'yes'
+    os.close(ruleset)
+    with open('/dev/shm/restricted', 'w') as file:
+        file.write(done)
+    time.sleep(1000)
+open('/dev/shm/restricted', 'w').close()
+os.chmod('/dev/shm/restricted', 0o666)
+os.setgid(1000); os.setuid(1000)
+threading.Thread(target=restrict).start()
+";
+    python(&sandbox, "restricted", &program.replace("(ctypes.c_uint64 * 1)(1)", "(ctypes.c_uint64 * 1)(1 << 12)"));
+    let state = || crate::support::run(&sandbox, "cat /dev/shm/restricted 2>/dev/null || true");
+    let state = eventually("it has tried", || Some(state()).filter(|state| !state.is_empty()));
+    if state == "no" {
+        println!("skipped: Landlock (the kernel does not have it)");
+        return;
+    }
+    let text = refusal(&world, &sandbox).await;
+    assert!(text.contains("(python3)") && text.contains("Landlock"), "{text}");
+    // One that only gave up the way to more rights is none.
+    crate::support::run(&sandbox, "pkill -f '[r]estricted.py'");
+    crate::support::background(&sandbox, "setpriv --no-new-privs --reuid 1000 --regid 1000 --clear-groups sleep 1000");
+    eventually("it sleeps", || sandbox.exec("pgrep -x sleep").unwrap().success().then_some(()));
+    world.checkpoint(&sandbox).await;
+}

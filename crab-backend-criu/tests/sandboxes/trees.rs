@@ -114,7 +114,8 @@ async fn two_forks_of_one_image_start_at_once_while_the_original_runs() {
         std::fs::copy(sandbox.root().join("root/number.py"), fork.root().join("root/number.py")).unwrap();
     }
     let (first, second) = tokio::join!(world.restore(&one, &artifact), world.restore(&two, &artifact));
-    (first.unwrap(), second.unwrap());
+    first.unwrap();
+    second.unwrap();
     assert_eq!((get(&one), get(&two), get(&sandbox)), (Some(7), Some(7), Some(8)));
     set(&one, 9);
     assert_eq!((get(&one), get(&two), get(&sandbox)), (Some(9), Some(7), Some(8)));
