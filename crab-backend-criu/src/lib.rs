@@ -32,6 +32,7 @@
 //!   `CAP_SYS_ADMIN`), or that another security module confines, is not found.
 //! - POSIX locks on a file that their holder also maps are lost at a restore. A sandbox that holds an exclusive one, such
 //!   as a transaction of SQLite in WAL mode, is refused until it is over; shared ones are lost silently.
+//! - Processes of other users than root need `CAP_SYS_RESOURCE`, which root in a container often lacks.
 //! - CRIU puts code of its own into the tasks. Whoever kills CRIU in the middle of a dump may end some of them: so a
 //!   deadline does not kill it but makes it fail, and its end by other hands comes back as an error that says so.
 //! - A blocked `poll` may return early with `EINTR` after a capture: `tail -f` ends of it, and

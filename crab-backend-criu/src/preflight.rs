@@ -28,6 +28,7 @@ pub(crate) fn check(sandbox: &Sandbox) -> Result<Tree> {
     let cgroup = Cgroup::at(&sandbox.cgroup);
     let processes = membership(&cgroup, init)?;
     has_one_user_namespace(init, &processes)?;
+    may_read_limits(&processes)?;
     check_mounts(sandbox, init)?;
     descriptors::check(&processes, init, &sandbox.external)?;
     landlock::check(&processes, init)?;
@@ -63,6 +64,27 @@ fn has_own_namespaces(init: u32) -> Result<()> {
         return Err(refuse(format!("{} is not number 1 of its pid namespace", procfs::describe(init))).fix(fix));
     }
     Ok(())
+}
+
+/// CRIU reads the resource limits of each process. Those of another user's it may read by a right that root in a
+/// container often lacks.
+fn may_read_limits(processes: &BTreeSet<u32>) -> Result<()> {
+    const SYS_RESOURCE: u32 = 24;
+    let own = procfs::status(std::process::id(), "CapEff:").and_then(|set| u64::from_str_radix(&set, 16).ok());
+    if own.is_none_or(|set| set & (1 << SYS_RESOURCE) != 0) {
+        return Ok(());
+    }
+    let root = |pid: &u32| {
+        let ids = ["Uid:", "Gid:"].map(|name| procfs::status(*pid, name));
+        ids.iter().flatten().flat_map(|ids| ids.split_ascii_whitespace().take(3)).all(|id| id == "0")
+    };
+    match processes.iter().find(|pid| !root(pid)) {
+        Some(pid) => {
+            let what = format!("{} is of another user, and CRIU may not read its limits here", procfs::describe(*pid));
+            Err(refuse(what).fix("give this program the capability CAP_SYS_RESOURCE"))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Processes with rights of their own in a namespace of their own.

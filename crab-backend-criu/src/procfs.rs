@@ -75,11 +75,16 @@ pub(crate) fn namespace(pid: u32, kind: &str) -> Option<u64> {
     std::fs::metadata(format!("/proc/{pid}/ns/{kind}")).ok().map(|metadata| metadata.ino())
 }
 
+/// A line of `/proc/PID/status`, without its name: `"Uid:"`.
+pub(crate) fn status(pid: u32, name: &str) -> Option<String> {
+    let status = std::fs::read(format!("/proc/{pid}/status")).ok()?;
+    let status = String::from_utf8_lossy(&status);
+    status.lines().find_map(|line| line.strip_prefix(name)).map(|rest| rest.trim().to_owned())
+}
+
 /// A process's number inside its own pid namespace.
 pub(crate) fn pid_inside(pid: u32) -> Option<u32> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
-    numbers.split_ascii_whitespace().last()?.parse().ok()
+    status(pid, "NSpid:")?.split_ascii_whitespace().last()?.parse().ok()
 }
 
 /// The `/proc/PID/cgroup` line of the unified hierarchy. A zombie keeps it.

@@ -147,7 +147,26 @@ threading.Thread(target=restrict).start()
     assert!(text.contains("(python3)") && text.contains("Landlock"), "{text}");
     // One that only gave up the way to more rights is none.
     crate::support::run(&sandbox, "pkill -f '[r]estricted.py'");
-    crate::support::background(&sandbox, "setpriv --no-new-privs --reuid 1000 --regid 1000 --clear-groups sleep 1000");
+    crate::support::background(&sandbox, "setpriv --no-new-privs sleep 1000");
     eventually("it sleeps", || sandbox.exec("pgrep -x sleep").unwrap().success().then_some(()));
     world.checkpoint(&sandbox).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_of_another_user_is_saved_or_refused_by_name_where_a_right_is_missing() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    crate::support::background(&sandbox, "setpriv --reuid 1000 --regid 1000 --clear-groups sleep 1000");
+    eventually("it sleeps", || sandbox.exec("pgrep -x sleep").unwrap().success().then_some(()));
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let rights = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim();
+    if u64::from_str_radix(rights, 16).unwrap() & (1 << 24) == 0 {
+        let text = refusal(&world, &sandbox).await;
+        assert!(text.contains("(sleep)") && text.contains("CAP_SYS_RESOURCE"), "{text}");
+        return;
+    }
+    let artifact = world.checkpoint(&sandbox).await;
+    sandbox.kill().unwrap();
+    world.restore(&sandbox, &artifact).await.unwrap();
+    assert_eq!(crate::support::run(&sandbox, "ps -o uid= -p $(pgrep -x sleep)").trim(), "1000");
 }
