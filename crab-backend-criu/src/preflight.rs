@@ -28,10 +28,10 @@ pub(crate) fn check(sandbox: &Sandbox) -> Result<Tree> {
     let cgroup = Cgroup::at(&sandbox.cgroup);
     let processes = membership(&cgroup, init)?;
     has_one_user_namespace(init, &processes)?;
-    may_read_limits(&processes)?;
     check_mounts(sandbox, init)?;
     descriptors::check(&processes, init, &sandbox.external)?;
     landlock::check(&processes, init)?;
+    may_read_limits(&processes)?;
     let page = u64::try_from(rustix::param::page_size()).unwrap_or(4096);
     let pages: u64 = processes.iter().filter_map(|pid| Stat::read(*pid)).map(|stat| stat.pages).sum();
     Ok(Tree { init, bytes: pages.saturating_mul(page) })
