@@ -10,3 +10,4 @@ pub mod run;
 pub mod sandbox;
 pub mod service;
 pub mod session;
+pub mod stand_in;

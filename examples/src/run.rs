@@ -14,6 +14,7 @@ use crate::model::ModelServer;
 use crate::sandbox::{Config, ExecOptions, Sandbox, ScratchArea, delete_root, snapshot_root};
 use crate::service::{Restored, Service, ServiceConfig, Told};
 use crate::session::Session;
+use crate::stand_in::{environment, stand_in};
 
 /// What is there to recover a dead sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,10 +37,10 @@ pub struct Runner {
     pub scale: f64,
     /// How long each response's commands take, from a run before. Crashes in the middle of them are placed by it.
     pub command_times: Vec<Duration>,
-    /// Makes a fresh sandbox's files what the session starts from.
-    pub prepare: Option<String>,
-    /// After this long a command is killed.
-    pub command_timeout: Option<Duration>,
+    /// Make a fresh sandbox's files what the session starts from.
+    pub start: Vec<String>,
+    /// How the session's commands are run.
+    pub commands: ExecOptions,
     /// Hears how the run goes.
     pub progress: Box<dyn Fn(&Progress) + Send + Sync>,
 }
@@ -77,6 +78,18 @@ pub struct Outcome {
 }
 
 impl Runner {
+    /// A runner of a session whose start state is not at hand, on a [stand-in](crate::stand_in) for it.
+    #[must_use]
+    pub fn on_stand_in(session: Arc<Session>, program: &Path) -> Self {
+        let commands = ExecOptions {
+            cwd: session.cwd.clone().into(),
+            timeout: Some(Duration::from_secs(20)),
+            env: environment(),
+            ..ExecOptions::default()
+        };
+        Self { start: stand_in(&session), commands, ..Self::new(session, program) }
+    }
+
     /// A runner of this session with this program, that prints nothing.
     #[must_use]
     pub fn new(session: Arc<Session>, program: &Path) -> Self {
@@ -85,8 +98,8 @@ impl Runner {
             program: program.to_owned(),
             scale: 0.0,
             command_times: Vec::new(),
-            prepare: None,
-            command_timeout: None,
+            start: Vec::new(),
+            commands: ExecOptions::default(),
             progress: Box::new(|_| {}),
         }
     }
@@ -174,11 +187,13 @@ impl<'a> Run<'a> {
 
     /// Makes a fresh root what the session starts from.
     async fn prepare(&mut self) -> Result<()> {
-        let Some(command) = self.runner.prepare.clone() else { return Ok(()) };
-        match self.exec(command).await? {
-            Some(_) => Ok(()),
-            None => Err(Error::new(ErrorKind::Io, "the sandbox ended while it was prepared")),
+        for command in &self.runner.start {
+            let options = ExecOptions { cwd: "/".into(), ..self.runner.commands.clone() };
+            if self.exec(command.clone(), options).await?.is_none() {
+                return Err(Error::new(ErrorKind::Io, "the sandbox ended while it was prepared"));
+            }
         }
+        Ok(())
     }
 
     async fn work(mut self) -> Result<Outcome> {
@@ -252,7 +267,7 @@ impl<'a> Run<'a> {
         let mut results = Some(Vec::with_capacity(asked.len()));
         for asked in asked {
             let Some(given) = &mut results else { break };
-            match self.exec(asked.call.shell()).await? {
+            match self.exec(asked.call.shell(), self.runner.commands.clone()).await? {
                 Some(text) => given.push((asked.id, text)),
                 None => results = None,
             }
@@ -309,7 +324,8 @@ impl<'a> Run<'a> {
     async fn finish(mut self) -> Result<Outcome> {
         let mut probes = Vec::new();
         for probe in &self.runner.session.judge.probes {
-            let answer = self.exec(probe.clone()).await?.unwrap_or_else(|| "(the sandbox is dead)".to_owned());
+            let options = self.runner.commands.clone();
+            let answer = self.exec(probe.clone(), options).await?.unwrap_or_else(|| "(the sandbox is dead)".to_owned());
             probes.push((probe.clone(), answer));
         }
         if let Some(service) = self.service.take() {
@@ -372,10 +388,8 @@ impl<'a> Run<'a> {
     }
 
     /// Runs a command; `None` where the whole sandbox ended.
-    async fn exec(&self, command: String) -> Result<Option<String>> {
+    async fn exec(&self, command: String, options: ExecOptions) -> Result<Option<String>> {
         let sandbox = Arc::clone(&self.sandbox);
-        let options =
-            ExecOptions { cwd: "/root".into(), timeout: self.runner.command_timeout, ..ExecOptions::default() };
         let output = tokio::task::spawn_blocking(move || sandbox.exec_with(&command, &options))
             .await
             .map_err(|e| Error::new(ErrorKind::Internal, "a command's runner broke off").caused_by(e))?;

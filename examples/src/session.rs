@@ -166,8 +166,10 @@ impl Call {
         }
     }
 
-    fn edit_command(&self, path: &str) -> String {
-        let pairs: Vec<(String, String)> = match self.input.get("edits").and_then(Value::as_array) {
+    /// What an edit replaces, and by what.
+    #[must_use]
+    pub fn replacements(&self) -> Vec<(String, String)> {
+        match self.input.get("edits").and_then(Value::as_array) {
             Some(edits) => edits
                 .iter()
                 .map(|edit| {
@@ -176,7 +178,11 @@ impl Call {
                 })
                 .collect(),
             None => vec![(self.text("old").unwrap_or("").to_owned(), self.text("content").unwrap_or("").to_owned())],
-        };
+        }
+    }
+
+    fn edit_command(&self, path: &str) -> String {
+        let pairs = self.replacements();
         let program = "import json,sys\n\
             path, pairs = sys.argv[1], json.loads(sys.argv[2])\n\
             text = open(path).read()\n\
@@ -194,7 +200,7 @@ impl Call {
 /// A kernel takes arguments of up to 128 KiB; longer files are written in parts.
 const PART: usize = 60_000;
 
-fn write_command(path: &str, content: &str) -> String {
+pub(crate) fn write_command(path: &str, content: &str) -> String {
     use std::fmt::Write as _;
     let mut command = format!("mkdir -p \"$(dirname {path})\" && : >{path}");
     let mut rest = content;
