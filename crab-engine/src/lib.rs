@@ -27,6 +27,7 @@
 mod cgroup;
 mod engine;
 mod nonce;
+mod pace;
 mod report;
 mod steps;
 

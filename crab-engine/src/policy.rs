@@ -1,4 +1,6 @@
-//! What a turn's delta asks for: nothing, one domain, or both. Pure.
+//! What a turn's delta asks for: nothing, one domain, or both, and how soon. Pure.
+
+use std::time::Duration;
 
 use crab_core::{Delta, Domain, Half, Manifest};
 
@@ -72,13 +74,18 @@ pub struct View<'a> {
     pub saves_processes: bool,
     /// How many versions were made since the last one that captured both domains.
     pub since_full: u64,
+    /// How long ago the standing version was captured. `None` where it was not captured since the sandbox was attached
+    /// or restored.
+    pub since_version: Option<Duration>,
+    /// What capturing the standing version cost the sandbox, with the freeze; zero where that is not known.
+    pub last_cost: Duration,
 }
 
 impl<'a> View<'a> {
     /// A view of a delta against the standing version.
     #[must_use]
     pub fn new(delta: &'a Delta, standing: Option<&'a Manifest>, saves_processes: bool) -> Self {
-        Self { delta, standing, saves_processes, since_full: 0 }
+        Self { delta, standing, saves_processes, since_full: 0, since_version: None, last_cost: Duration::ZERO }
     }
 }
 
@@ -101,12 +108,22 @@ pub fn sound(view: &View<'_>) -> Plan {
     }
 }
 
-/// Decides what a turn's checkpoint captures.
+/// Decides what a turn's checkpoint captures, and how soon.
 ///
 /// A policy can ask for more than [`sound`] does, never for less: the engine captures the union of both.
 pub trait Policy: Send + Sync {
     /// What to capture. Called at the boundary and again at the cut; must be quick and must not block.
     fn decide(&self, view: &View<'_>) -> Plan;
+
+    /// How long a turn that changed something waits for its checkpoint; zero for not at all. Called at the boundary,
+    /// where a version stands; a turn without any version never waits.
+    ///
+    /// The answer of a turn that waits goes out **unprotected**, whatever the failure policy, and the turn is reported
+    /// as deferred. One checkpoint covers it and all turns until then. A sandbox that dies before comes back without
+    /// them.
+    fn defer(&self, _view: &View<'_>) -> Duration {
+        Duration::ZERO
+    }
 }
 
 /// Captures exactly what is not proven unchanged.
@@ -134,6 +151,54 @@ impl Policy for FullEvery {
             return Plan { filesystem: true, process: view.saves_processes };
         }
         least
+    }
+}
+
+/// Makes no version sooner than this after the last, and else does what another policy says. See [`Policy::defer`] for
+/// what that costs.
+#[derive(Clone, Copy, Debug)]
+pub struct LeastInterval<P>(
+    /// The interval.
+    pub Duration,
+    /// The other policy.
+    pub P,
+);
+
+impl<P: Policy> Policy for LeastInterval<P> {
+    fn decide(&self, view: &View<'_>) -> Plan {
+        self.1.decide(view)
+    }
+
+    fn defer(&self, view: &View<'_>) -> Duration {
+        let left = view.since_version.map_or(Duration::ZERO, |since| self.0.saturating_sub(since));
+        left.max(self.1.defer(view))
+    }
+}
+
+/// Lets captures take at most this share of a sandbox's time, and else does what another policy says: after a capture
+/// that took 200 ms and a share of 0.02 the next begins 10 s later. See [`Policy::defer`] for what that costs.
+#[derive(Clone, Copy, Debug)]
+pub struct ComputeBound<P>(
+    /// The share, above 0 and up to 1. What is outside counts as the nearest.
+    pub f64,
+    /// The other policy.
+    pub P,
+);
+
+/// The longest that [`ComputeBound`] lets a turn wait.
+const LONGEST: Duration = Duration::from_secs(3600);
+
+impl<P: Policy> Policy for ComputeBound<P> {
+    fn decide(&self, view: &View<'_>) -> Plan {
+        self.1.decide(view)
+    }
+
+    fn defer(&self, view: &View<'_>) -> Duration {
+        let share = self.0.clamp(f64::MIN_POSITIVE, 1.0);
+        let interval =
+            Duration::try_from_secs_f64(view.last_cost.as_secs_f64() / share).unwrap_or(LONGEST).min(LONGEST);
+        let left = view.since_version.map_or(Duration::ZERO, |since| interval.saturating_sub(since));
+        left.max(self.1.defer(view))
     }
 }
 
@@ -209,10 +274,30 @@ mod tests {
             prop_assert_eq!(plan.filesystem, first || f != Change::Unchanged || !matches!(hf, Half::Stored(_)));
             prop_assert_eq!(plan.process, saves && (first || p != Change::Unchanged || matches!(hp, Half::Missing(_))));
             // No policy goes below it, and none makes work out of nothing.
-            for asked in [ChangedOnly.decide(&view), FullEvery(n).decide(&view)] {
+            let spaced = LeastInterval(Duration::from_secs(9), ComputeBound(0.5, FullEvery(n)));
+            for asked in [ChangedOnly.decide(&view), FullEvery(n).decide(&view), spaced.decide(&view)] {
                 prop_assert_eq!(asked.union(plan), asked);
                 prop_assert_eq!(asked.is_skip(), plan.is_skip());
             }
+        }
+    }
+
+    #[test]
+    fn turns_wait_until_the_interval_is_over_or_the_last_capture_is_paid_off() {
+        let delta = delta(Change::Unknown(Unknown::NoBase), Change::Unchanged);
+        let seconds = Duration::from_secs_f64;
+        let mut view = View::new(&delta, None, true);
+        assert_eq!(LeastInterval(seconds(10.0), ChangedOnly).defer(&view), Duration::ZERO, "nothing was captured yet");
+        view.since_version = Some(seconds(4.0));
+        view.last_cost = seconds(0.2);
+        assert_eq!(ChangedOnly.defer(&view), Duration::ZERO);
+        assert_eq!(LeastInterval(seconds(10.0), ChangedOnly).defer(&view), seconds(6.0));
+        assert_eq!(LeastInterval(seconds(3.0), ChangedOnly).defer(&view), Duration::ZERO);
+        assert_eq!(ComputeBound(0.02, ChangedOnly).defer(&view), seconds(6.0));
+        // Both: the longer one. A share of nothing, or of no number, is bounded all the same.
+        assert_eq!(LeastInterval(seconds(5.0), ComputeBound(0.02, ChangedOnly)).defer(&view), seconds(6.0));
+        for odd in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            assert!(ComputeBound(odd, ChangedOnly).defer(&view) <= LONGEST);
         }
     }
 }

@@ -16,6 +16,8 @@
 //!   with it.
 //! - **Nothing is lost.** Every request that was accepted is in exactly one job until that job is finished or
 //!   cancelled, and no lane idles while a job waits in it.
+//! - **A lane may rest**, such as when the disk has had its share: then nothing starts in it, and what waits keeps its
+//!   place.
 //! - **Bounded.** At most [`Limits::waiting`] requests wait; the next is refused.
 //!
 //! Every call takes time logarithmic in the number of jobs.
@@ -110,6 +112,7 @@ struct LaneQueue {
     by_age: BTreeMap<u64, JobId>,
     by_urgency: BTreeMap<u64, JobId>,
     running: usize,
+    rests: bool,
     /// Starts in a row that passed an older job.
     passed: u32,
 }
@@ -237,7 +240,7 @@ impl<S: Ord + Clone> Scheduler<S> {
             let limit = self.limit(lane);
             let burst = self.limits.urgent_burst;
             let queue = &self.lanes[lane as usize];
-            if queue.running >= limit {
+            if queue.rests || queue.running >= limit {
                 continue;
             }
             let Some(job) = queue.choose(burst) else { continue };
@@ -259,6 +262,11 @@ impl<S: Ord + Clone> Scheduler<S> {
             return Some(Start { job, lane, begins });
         }
         None
+    }
+
+    /// Lets nothing start in a lane, or lets it go on. What runs in it is not touched.
+    pub fn rest(&mut self, lane: Lane, rests: bool) {
+        self.lanes[lane as usize].rests = rests;
     }
 
     /// A job that runs leaves its lane and waits for a worker of another one. With `urgent` it is promoted.

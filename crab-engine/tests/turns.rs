@@ -319,12 +319,101 @@ async fn versions_go_on_after_a_restart_of_the_engine() {
     let engine = reopen(|| f.builder()).await;
     let summary = engine.sandboxes();
     assert_eq!((summary.len(), summary[0].versions, summary[0].standing), (1, 2, Some(VersionId(2))));
-    assert!(!summary[0].attached);
-    engine.attach(&f.id).await.unwrap();
+    assert!(summary[0].attached, "what lives is attached again");
+    assert_eq!(
+        (engine.opened().attached.clone(), engine.opened().thawed.clone()),
+        (vec![f.id.clone()], vec![f.id.clone()])
+    );
     assert_eq!(f.world.condition_of(&f.id), Condition::Running);
     // What it did meanwhile is not known, so there is a checkpoint.
     assert_eq!(f.covered(&engine, 3).await, VersionId(3));
     assert_eq!(newest(&engine, &f.id).parent, Some(VersionId(2)));
+    assert_sound(&f.world, &engine, "").await;
+}
+
+#[tokio::test]
+async fn what_died_is_offered_for_restore_and_what_is_unknown_is_named() {
+    let f = Fixture::new();
+    let engine = f.engine().await;
+    let (dead, gone, bare) = (common::id("dead"), common::id("gone"), common::id("bare"));
+    for id in [&dead, &gone] {
+        f.world.create(id);
+        engine.attach(id).await.unwrap();
+        common::turn(&engine, id, 1).await;
+    }
+    // Attached, but without any version: there is nothing to bring back.
+    f.world.create(&bare);
+    engine.attach(&bare).await.unwrap();
+    f.covered(&engine, 1).await;
+    close(engine).await;
+    f.world.crash(&dead);
+    f.world.crash(&bare);
+    f.world.vanish(&gone);
+    let engine = reopen(|| f.builder()).await;
+    let opened = engine.opened();
+    assert_eq!((&opened.attached, &opened.died), (&vec![f.id.clone()], &vec![dead.clone()]));
+    assert_eq!(opened.unreachable.len(), 1);
+    assert_eq!((&opened.unreachable[0].0, opened.unreachable[0].1.kind()), (&gone, ErrorKind::NotFound));
+    for id in opened.died.clone() {
+        engine.restore(&id, crab_engine::Select::Latest, Default::default()).await.unwrap();
+        assert_eq!(f.world.condition_of(&id), Condition::Running);
+    }
+}
+
+#[tokio::test]
+async fn a_policy_may_space_versions_and_one_covers_the_turns_between() {
+    use crab_engine::policy::{ChangedOnly, LeastInterval};
+    let f = Fixture::new();
+    let policy = LeastInterval(Duration::from_millis(300), ChangedOnly);
+    let engine = f.builder().policy(std::sync::Arc::new(policy)).open().await.unwrap();
+    engine.attach(&f.id).await.unwrap();
+    // The first turn never waits: nothing could bring it back.
+    f.covered(&engine, 1).await;
+    let mut events = engine.events();
+    for turn in 2..=4 {
+        f.world.write(&f.id, "/n", &turn.to_string()).unwrap();
+        match f.turn(&engine, turn).await {
+            Verdict::Unprotected(error) => assert!(error.to_string().contains("the policy lets"), "{error}"),
+            other => panic!("{other:?}"),
+        }
+    }
+    // A turn that changes nothing does not wait, nor does a call.
+    let mut made = drain(&mut events);
+    assert_eq!(made.iter().filter(|event| matches!(event.kind, EventKind::Deferred { .. })).count(), 3);
+    while engine.versions(&f.id).len() < 2 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    made.extend(drain(&mut events));
+    let durable = |event: &&crab_engine::Event| matches!(event.kind, EventKind::Durable { turn: TurnNumber(4), .. });
+    assert_eq!(made.iter().filter(durable).count(), 1);
+    assert_eq!(engine.versions(&f.id).len(), 2);
+    f.world.crash(&f.id);
+    engine.restore(&f.id, crab_engine::Select::Latest, Default::default()).await.unwrap();
+    assert_eq!(f.world.files(&f.id)["/n"], "4");
+    f.world.write(&f.id, "/n", "5").unwrap();
+    assert_eq!(engine.checkpoint(&f.id).await.unwrap().origin, Origin::Request);
+}
+
+#[tokio::test]
+async fn a_byte_rate_holds_back_the_next_persist_and_loses_none() {
+    let f = Fixture::new();
+    let engine = f.builder().limits(one_worker()).persist_rate(10_000).open().await.unwrap();
+    let ids = [common::id("first"), common::id("second")];
+    let mut holds = Vec::new();
+    for id in &ids {
+        f.world.create(id);
+        // Two seconds' worth, of which one is saved up.
+        f.world.write(id, "/big", &"x".repeat(20_000)).unwrap();
+        engine.attach(id).await.unwrap();
+        holds.push(boundary(&engine, id, 1).await);
+    }
+    assert!(matches!(holds[0].verdict().await, Verdict::Durable(_)));
+    for _ in 0..20 {
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    assert_eq!(f.world.artifacts().len(), 2, "the second is captured and waits to be persisted");
+    assert!(matches!(holds[1].verdict().await, Verdict::Durable(_)));
     assert_sound(&f.world, &engine, "").await;
 }
 

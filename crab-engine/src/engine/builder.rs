@@ -88,6 +88,14 @@ impl EngineBuilder {
         self
     }
 
+    /// How many bytes a second all persists together may write on average, as far as the backends tell; what was not
+    /// written is saved up for a second. Where that is exceeded further persists wait, urgent ones first in the row; one
+    /// that has begun is not slowed down. By default there is no limit.
+    pub fn persist_rate(mut self, bytes_per_second: u64) -> Self {
+        self.options.bytes_per_second = Some(bytes_per_second);
+        self
+    }
+
     /// How long calls to the host and the backends may take.
     pub fn deadlines(mut self, deadlines: Deadlines) -> Self {
         self.options.deadlines = deadlines;
@@ -115,9 +123,10 @@ impl EngineBuilder {
         self
     }
 
-    /// Takes the store, lets the backends recover from what a dead engine left, thaws the sandboxes of the store that it
-    /// left frozen, and removes its orphans. A sandbox that the host itself keeps frozen is thawed too: freeze it again
-    /// afterwards.
+    /// Takes the store, lets the backends recover from what a dead engine left, removes its orphans, thaws the sandboxes
+    /// of the store that it left frozen, and attaches those that live. [`Engine::opened`] names those that died, for the
+    /// caller to [`restore`](Engine::restore). A sandbox that the host itself keeps frozen is thawed too: freeze it
+    /// again afterwards.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] where a part is missing or the directory is not a store; [`ErrorKind::Busy`] where
@@ -150,7 +159,7 @@ impl EngineBuilder {
             retention: self.retention,
             prunes: Mutex::new(BTreeSet::new()),
             readers: Readers::default(),
-            dispatch: Dispatch::new(self.options.limits),
+            dispatch: Dispatch::new(self.options.limits, self.options.bytes_per_second),
             attached: Mutex::new(HashMap::new()),
             work: Mutex::new(HashMap::new()),
             events: broadcast::Sender::new(EVENTS),
@@ -166,11 +175,10 @@ impl EngineBuilder {
             tracing::warn!("orphans stay for now: {error}");
             0
         });
-        let thawed = inner.sweep().await;
+        let taken = inner.take_over().await;
         inner.report = inner.store.with(|index| OpenReport {
             damaged: index.damaged.clone(),
             orphans_removed,
-            thawed,
             unfinished: index
                 .operations
                 .values()
@@ -185,6 +193,7 @@ impl EngineBuilder {
                     },
                 })
                 .collect(),
+            ..taken
         });
         meters::opened(inner.report.damaged.len(), orphans_removed);
         Ok(Engine(Arc::new(inner)))

@@ -39,6 +39,8 @@ struct Made {
 
 /// What stands captured when the sandbox runs again.
 struct Cut {
+    /// When it was taken.
+    at: Instant,
     delta: Delta,
     /// What had been seen of the processes when their image was whole. A dump lets them do things, such as system calls
     /// of CRIU's own code, that a restore need not bring back. For the files the delta's token stays the right one:
@@ -68,7 +70,7 @@ enum CutResult {
 
 /// Runs a job that has begun to its end and gives the verdicts.
 pub(super) async fn run(inner: Arc<Inner>, job: JobId, id: SandboxId, lane: Lane) {
-    let span = tracing::info_span!("checkpoint", sandbox = %id);
+    let span = inner.job_span(job, &id);
     let work = Work { inner: inner.clone(), job, id: id.clone() };
     let result = AssertUnwindSafe(work.all(lane).instrument(span))
         .catch_unwind()
@@ -185,7 +187,8 @@ impl Work {
             },
             CutResult::Taken(cut) => {
                 self.inner.step("checkpoint.captured")?;
-                self.inner.advance(self.job, Lane::Persist, false).await?;
+                let waits = tracing::info_span!("queued");
+                self.inner.advance(self.job, Lane::Persist, false).instrument(waits).await?;
                 self.make(attached, standing, version, *cut).await.map(|made| Some(Done::Made(made)))
             }
         }
@@ -226,6 +229,7 @@ impl Work {
         // The token of the look before the snapshot: what was seen between it and the snapshot counts as changed once
         // more, and nothing that came after the snapshot counts as saved.
         Ok(CutResult::Taken(Box::new(Cut {
+            at: begun,
             delta: before,
             dumped: None,
             plan,
@@ -247,14 +251,15 @@ impl Work {
         let begun = Instant::now();
         let frozen = Frozen::freeze(&inner.host, &self.id, inner.options.deadlines.host).await?;
         inner.emit(&self.id, EventKind::Frozen);
+        let span = tracing::info_span!("frozen");
         let taken = match inner.step("checkpoint.frozen") {
-            Ok(()) => AssertUnwindSafe(self.within_freeze(attached, standing, artifact))
+            Ok(()) => AssertUnwindSafe(self.within_freeze(attached, standing, artifact).instrument(span.clone()))
                 .catch_unwind()
                 .await
                 .unwrap_or_else(|payload| Err(panicked("capture", &*payload))),
             Err(error) => Err(error),
         };
-        let thawed = frozen.thaw().await;
+        let thawed = frozen.thaw().instrument(span).await;
         if let Ok(frozen) = &thawed {
             inner.emit(&self.id, EventKind::Thawed { frozen: *frozen });
         }
@@ -297,6 +302,7 @@ impl Work {
         let files_parent = self.parent(standing, &inner.filesystem);
         let cut = |plan, filesystem, process, dumped| {
             Some(Cut {
+                at: Instant::now(),
                 delta: delta.clone(),
                 dumped,
                 plan,
@@ -397,6 +403,7 @@ impl Work {
             };
             backend.capture(request).await
         })
+        .instrument(tracing::info_span!("capture_files"))
         .await
     }
 
@@ -426,6 +433,7 @@ impl Work {
             };
             backend.capture(request).await
         })
+        .instrument(tracing::info_span!("capture_processes"))
         .await
     }
 
@@ -439,7 +447,7 @@ impl Work {
     ) -> Result<Made> {
         let inner = &self.inner;
         let begun = Instant::now();
-        let Cut { delta, dumped, plan, filesystem, process, frozen, capture } = cut;
+        let Cut { at, delta, dumped, plan, filesystem, process, frozen, capture } = cut;
         let persist = inner.options.deadlines.persist;
         let files = async {
             match filesystem {
@@ -462,7 +470,8 @@ impl Work {
                 }
             })
         };
-        let (files, processes): (Result<Option<Half>>, Result<Option<Half>>) = tokio::join!(files, processes);
+        let (files, processes): (Result<Option<Half>>, Result<Option<Half>>) =
+            async { tokio::join!(files, processes) }.instrument(tracing::info_span!("persist")).await;
         let (files, processes) = match (files, processes) {
             (Ok(files), Ok(processes)) => (files, processes),
             (files, processes) => {
@@ -478,6 +487,9 @@ impl Work {
             }
         };
         let new = [files.clone(), processes.clone()];
+        let sizes = new.iter().flatten().filter_map(|half| half.artifact()?.bytes);
+        let bytes = sizes.fold(None, |sum: Option<u64>, bytes| Some(sum.unwrap_or(0).saturating_add(bytes)));
+        inner.persisted(bytes.unwrap_or(0));
         // Processes that were captured were alive then. Others may have been dying since the last look.
         if !matches!(processes, Some(Half::Stored(_)))
             && let Err(error) = self.describe_living(attached).await
@@ -514,7 +526,7 @@ impl Work {
         manifest.host = host_facts(&manifest);
         let manifest = Arc::new(manifest);
         let stored = match inner.step("checkpoint.persisted") {
-            Ok(()) => self.commit(manifest.clone()).await,
+            Ok(()) => self.commit(manifest.clone()).instrument(tracing::info_span!("commit")).await,
             Err(error) => Err((error, false)),
         };
         if let Err((error, maybe_written)) = stored {
@@ -527,7 +539,8 @@ impl Work {
             }
             return Err(error);
         }
-        attached.stand_on(manifest.clone(), plan == Plan::FULL);
+        attached.stand_on(manifest.clone(), plan == Plan::FULL, at);
+        tracing::Span::current().record("version", version.0).record("plan", plan.label());
         let tree = manifest.filesystem.artifact().and_then(|artifact| inner.filesystem.tree(artifact));
         let whole = dumped.is_none();
         let base = Rebase { token: delta.token, filesystem: plan.filesystem, process: process_rebased && whole, tree };
@@ -536,8 +549,6 @@ impl Work {
             let base = Rebase { token, filesystem: false, process: process_rebased, tree: None };
             inner.rebase(&self.id, base).await;
         }
-        let sizes = new.iter().flatten().filter_map(|half| half.artifact()?.bytes);
-        let bytes = sizes.fold(None, |sum: Option<u64>, bytes| Some(sum.unwrap_or(0).saturating_add(bytes)));
         Ok(Made { manifest, plan, delta: describe_delta(&delta), bytes })
     }
 
@@ -630,7 +641,8 @@ impl AtCut for PairedFiles {
             deadline: Instant::now().checked_add(self.limit),
             at_cut: &mut nothing,
         };
-        let captured = self.backend.capture(request).await?;
+        let capture = self.backend.capture(request).instrument(tracing::info_span!("capture_files"));
+        let captured = capture.await?;
         *self.slot.lock() = Some(captured);
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crab_core::{Error, ErrorKind, Exposure, GateExposure, Result, SandboxId, Verdict};
 use parking_lot::Mutex;
@@ -11,6 +12,7 @@ use super::attached::Attached;
 use super::events::EventKind;
 use super::request::Request;
 use super::{FailurePolicy, Inner, checkpoint, meters};
+use crate::pace::Pace;
 use crate::policy::Plan;
 use crate::scheduler::{JobId, Lane, Limits, Scheduler, Start};
 
@@ -24,14 +26,24 @@ struct State {
     scheduler: Scheduler<SandboxId>,
     requests: HashMap<JobId, (SandboxId, Vec<Request>)>,
     permits: HashMap<JobId, oneshot::Sender<()>>,
+    /// How fast may be persisted, where that is limited.
+    pace: Option<Pace>,
+    /// The persists rest until the pace lets them go on.
+    rests: bool,
 }
 
 #[derive(Debug)]
 pub(super) struct Dispatch(Mutex<State>);
 
 impl Dispatch {
-    pub(super) fn new(limits: Limits) -> Self {
-        Self(Mutex::new(State { scheduler: Scheduler::new(limits), requests: HashMap::new(), permits: HashMap::new() }))
+    pub(super) fn new(limits: Limits, bytes_per_second: Option<u64>) -> Self {
+        Self(Mutex::new(State {
+            scheduler: Scheduler::new(limits),
+            requests: HashMap::new(),
+            permits: HashMap::new(),
+            pace: bytes_per_second.map(|rate| Pace::new(rate, Instant::now())),
+            rests: false,
+        }))
     }
 
     /// Whether no job waits or runs.
@@ -60,9 +72,16 @@ impl Inner {
                     .fix("send fewer at once, or raise the limit of waiting requests");
                 return Err(Box::new((request, error)));
             };
+            request.queued = Some(tracing::info_span!(parent: &request.span, "queued"));
             // The watcher waits for this lock before it can promote, so the request is in its place by then.
             if let Some(exposure) = exposure {
-                let watcher = tokio::spawn(watch(self.clone(), submitted.job, request.turn.clone(), exposure, waiting));
+                let watcher = tokio::spawn(watch(
+                    self.clone(),
+                    submitted.job,
+                    (request.turn.clone(), request.span.clone()),
+                    exposure,
+                    waiting,
+                ));
                 request.watched_by(watcher.abort_handle());
             }
             state.requests.entry(submitted.job).or_insert_with(|| (id.clone(), Vec::new())).1.push(request);
@@ -167,6 +186,56 @@ impl Inner {
         self.pump();
     }
 
+    /// The span of a job that begins, below the turn that it was made for; those that share it are linked. The turns do
+    /// not wait in the queue any more.
+    pub(super) fn job_span(&self, job: JobId, id: &SandboxId) -> tracing::Span {
+        let mut state = self.dispatch.0.lock();
+        let Some((_, requests)) = state.requests.get_mut(&job) else { return tracing::Span::none() };
+        requests.iter_mut().for_each(|request| request.queued = None);
+        let mut spans = requests.iter().map(|request| &request.span);
+        let span = tracing::info_span!(
+            parent: spans.next().and_then(tracing::Span::id),
+            "checkpoint",
+            sandbox = %id,
+            version = tracing::field::Empty,
+            plan = tracing::field::Empty,
+        );
+        spans.for_each(|shared| _ = span.follows_from(shared));
+        span
+    }
+
+    /// So much was persisted. Where that is more than the pace allows, no further persist begins for a while.
+    pub(super) fn persisted(self: &Arc<Self>, bytes: u64) {
+        let mut state = self.dispatch.0.lock();
+        let now = Instant::now();
+        let Some(pace) = &mut state.pace else { return };
+        pace.wrote(bytes, now);
+        let wait = pace.wait(now);
+        if wait.is_zero() || state.rests {
+            return;
+        }
+        state.rests = true;
+        state.scheduler.rest(Lane::Persist, true);
+        drop(state);
+        let inner = Arc::downgrade(self);
+        tokio::spawn(async move {
+            let mut wait = wait;
+            while !wait.is_zero() {
+                tokio::time::sleep(wait).await;
+                let Some(inner) = inner.upgrade() else { return };
+                let mut state = inner.dispatch.0.lock();
+                // More may have been written meanwhile.
+                wait = state.pace.as_ref().map_or(Duration::ZERO, |pace| pace.wait(Instant::now()));
+                if wait.is_zero() {
+                    state.rests = false;
+                    state.scheduler.rest(Lane::Persist, false);
+                    drop(state);
+                    inner.pump();
+                }
+            }
+        });
+    }
+
     /// Gives the verdict of a failure to all of them, as the policy says.
     pub(super) fn fail(&self, requests: Vec<Request>, error: &Arc<Error>, may_release: bool) {
         let release = may_release && matches!(self.options.failure, FailurePolicy::BestEffort { .. });
@@ -184,7 +253,7 @@ impl Inner {
 async fn watch(
     inner: Arc<Inner>,
     job: JobId,
-    turn: crab_core::Turn,
+    (turn, span): (crab_core::Turn, tracing::Span),
     exposure: GateExposure,
     waiting: Arc<super::request::Waiting>,
 ) {
@@ -192,7 +261,8 @@ async fn watch(
     if exposure.wait().await != Exposure::Waiting {
         return;
     }
-    waiting.expose();
+    waiting.expose(&span);
+    drop(span);
     inner.emit(&turn.sandbox, EventKind::Promoted { turn: turn.number });
     inner.promote(job);
     if let FailurePolicy::BestEffort { max_hold } = inner.options.failure {

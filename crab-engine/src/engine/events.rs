@@ -20,7 +20,8 @@ pub struct Event {
 }
 
 /// What happened. For each turn the last event is one of [`Skipped`](Self::Skipped), [`Durable`](Self::Durable),
-/// [`Failed`](Self::Failed).
+/// [`Failed`](Self::Failed); a turn whose answer went out at [`Deferred`](Self::Deferred) may be the last of several that
+/// one of those covers.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum EventKind {
@@ -88,6 +89,13 @@ pub enum EventKind {
         hidden: Duration,
         /// Time that the answer waited at the gate.
         exposed: Duration,
+    },
+    /// The turn changed something, its answer goes out, and its checkpoint comes later, as the policy says.
+    Deferred {
+        /// The turn.
+        turn: TurnNumber,
+        /// When the checkpoint is due.
+        wait: Duration,
     },
     /// A checkpoint failed and is tried once more, urgent.
     Retrying {

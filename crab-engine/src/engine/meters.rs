@@ -2,7 +2,7 @@
 //!
 //! | name | kind | labels |
 //! |---|---|---|
-//! | `crab_turns_total` | counter | `outcome`: `skip`, `durable`, `failed`, `unprotected` |
+//! | `crab_turns_total` | counter | `outcome`: `skip`, `durable`, `failed`, `unprotected`, `deferred` |
 //! | `crab_checkpoints_total` | counter | `plan`: `fs`, `process`, `full` |
 //! | `crab_checkpoint_failures_total` | counter | `kind`: the error's kind |
 //! | `crab_unknown_deltas_total` | counter | `domain`, `reason` |

@@ -124,6 +124,12 @@ pub struct OpenReport {
     pub orphans_removed: usize,
     /// Sandboxes of the store that were frozen and run again.
     pub thawed: Vec<SandboxId>,
+    /// Sandboxes of the store that live: they are attached.
+    pub attached: Vec<SandboxId>,
+    /// Sandboxes of the store that have no tasks and a version: a restore of [`Select::Latest`] brings them back.
+    pub died: Vec<SandboxId>,
+    /// Sandboxes of the store that the host does not know or could not say anything about, and that are not attached.
+    pub unreachable: Vec<(SandboxId, Error)>,
     /// Restores and forks that did not end. Asking for the same operation again finishes it.
     pub unfinished: Vec<Unfinished>,
 }
@@ -262,7 +268,14 @@ impl Engine {
     /// queued, or the gate has failed. The verdict goes through the gate.
     pub async fn turn(&self, boundary: Boundary) {
         let begun = Instant::now();
-        let span = tracing::info_span!("turn", sandbox = %boundary.turn.sandbox, turn = %boundary.turn.number);
+        let span = tracing::info_span!(
+            "turn",
+            sandbox = %boundary.turn.sandbox,
+            turn = boundary.turn.number.0,
+            plan = tracing::field::Empty,
+            outcome = tracing::field::Empty,
+            version = tracing::field::Empty,
+        );
         self.0.turn(boundary, begun).instrument(span).await;
     }
 
@@ -435,30 +448,58 @@ impl Inner {
         }
     }
 
-    /// Thaws what a dead engine left frozen in the middle of a capture. What the host does not know, or does not
-    /// answer for, is left to the attach.
-    async fn sweep(&self) -> Vec<SandboxId> {
+    /// Looks after the sandboxes of the store: thaws what a dead engine left frozen in the middle of a capture, attaches
+    /// what lives, and says what does not. All at once, so that one host call that hangs costs its deadline once.
+    async fn take_over(&self) -> OpenReport {
         let ids: Vec<SandboxId> = self.store.with(|index| index.sandboxes.keys().cloned().collect());
-        let mut thawed = Vec::new();
-        for id in ids {
-            let (host, owned) = (self.host.clone(), id.clone());
-            let swept = call("thaw what was left frozen", self.options.deadlines.host, async move {
-                let frozen = host.condition(&owned).await? == Condition::Frozen;
-                if frozen {
-                    host.thaw(&owned).await?;
+        let taken = futures_util::future::join_all(ids.iter().map(|id| self.take_over_one(id))).await;
+        let mut report = OpenReport::default();
+        for (id, taken) in ids.into_iter().zip(taken) {
+            match taken {
+                Ok((thawed, condition)) => {
+                    if thawed {
+                        tracing::warn!(sandbox = %id, "thawed: an engine died in the middle of a capture");
+                        report.thawed.push(id.clone());
+                    }
+                    match condition {
+                        Some(Condition::Stopped) => report.died.push(id),
+                        Some(_) => report.attached.push(id),
+                        None => {}
+                    }
                 }
-                Ok(frozen)
-            });
-            match swept.await {
-                Ok(true) => {
-                    tracing::warn!(sandbox = %id, "thawed: an engine died in the middle of a capture");
-                    thawed.push(id);
+                Err(error) => {
+                    tracing::debug!(sandbox = %id, "not taken over: {error}");
+                    report.unreachable.push((id, error));
                 }
-                Ok(false) => {}
-                Err(error) => tracing::debug!(sandbox = %id, "{error}"),
             }
         }
-        thawed
+        report
+    }
+
+    /// Whether it had been frozen, and what it is; `None` where that is nobody's business but that of an operation which
+    /// did not end, or where there is nothing to bring back.
+    async fn take_over_one(&self, id: &SandboxId) -> Result<(bool, Option<Condition>)> {
+        let (host, owned) = (self.host.clone(), id.clone());
+        let (thawed, condition) = call("thaw what was left frozen", self.options.deadlines.host, async move {
+            let condition = host.condition(&owned).await?;
+            if condition == Condition::Frozen {
+                host.thaw(&owned).await?;
+            }
+            Ok((condition == Condition::Frozen, condition))
+        })
+        .await?;
+        let (unfinished, has_versions) = self.store.with(|index| {
+            let unfinished = index.operations.values().any(|op| op.sandbox == *id && op.outcome.is_none());
+            (unfinished, index.sandboxes.get(id).is_some_and(|sandbox| !sandbox.versions.is_empty()))
+        });
+        Ok(match condition {
+            _ if unfinished => (thawed, None),
+            Condition::Stopped => (thawed, has_versions.then_some(condition)),
+            _ => {
+                self.attach(id).await?;
+                (thawed, Some(condition))
+            }
+        })
     }
 
     /// Attaches while the work lock is held.
@@ -537,8 +578,9 @@ impl Inner {
             Err(error) => return gate.decide(Verdict::Failed(refuse(error))),
         };
         attached.saw_turn(number);
-        let delta = self.take(&id).await;
+        let delta = self.take(&id).instrument(tracing::info_span!("decide")).await;
         let plan = attached.plan(self, &delta);
+        tracing::Span::current().record("plan", plan.label());
         // Looked up after the delta was taken: it can only be the delta's base or a later version.
         let standing = attached.standing();
         tracing::debug!(plan = plan.label(), "decided: {}", describe_delta(&delta));
@@ -548,7 +590,7 @@ impl Inner {
             return gate.decide(Verdict::Failed(refuse(gone)));
         }
         let (exposure, opener) = gate.split();
-        let request = Request::of_boundary(turn, attached, begun, opener);
+        let request = Request::of_boundary(turn, attached.clone(), begun, opener);
         if let (Plan::SKIP, Some(standing)) = (plan, standing) {
             let (hidden, exposed) = request.times();
             request.skipped(standing.version);
@@ -557,10 +599,44 @@ impl Inner {
             self.emit(&id, EventKind::Skipped { turn: number, version: standing.version, hidden, exposed });
             return;
         }
+        let wait = attached.defer(self, &delta);
+        if !wait.is_zero() {
+            meters::turn("deferred");
+            request.deferred(
+                Error::new(ErrorKind::Busy, format!("the policy lets turn {number} wait {wait:?} for its version"))
+                    .retry(),
+            );
+            self.emit(&id, EventKind::Deferred { turn: number, wait });
+            self.checkpoint_later(id, attached, plan, wait);
+            return;
+        }
         if let Err(refused) = self.submit(request, plan, false, Some(exposure)) {
             let (request, error) = *refused;
             self.fail(vec![request], &Arc::new(error), true);
         }
+    }
+
+    /// Makes the version of deferred turns when they have waited long enough. One for all of them.
+    fn checkpoint_later(self: &Arc<Self>, id: SandboxId, attached: Arc<Attached>, plan: Plan, wait: Duration) {
+        if !attached.promise_deferred() {
+            return;
+        }
+        // Not held by what only waits: a closed engine lets go of its store.
+        let inner = Arc::downgrade(self);
+        let due = async move {
+            tokio::time::sleep(wait).await;
+            let Some(inner) = inner.upgrade() else { return };
+            attached.keep_promise();
+            if inner.check_open().is_err() || !inner.is_current(&id, &attached) {
+                return;
+            }
+            let request = Request::of_deferred(Turn::new(id, attached.last_turn()), attached);
+            if let Err(refused) = inner.submit(request, plan, false, None) {
+                let (request, error) = *refused;
+                inner.fail(vec![request], &Arc::new(error), true);
+            }
+        };
+        tokio::spawn(due);
     }
 
     fn is_current(&self, id: &SandboxId, attached: &Arc<Attached>) -> bool {

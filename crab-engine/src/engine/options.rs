@@ -49,4 +49,5 @@ pub(super) struct Options {
     pub(super) limits: Limits,
     pub(super) deadlines: Deadlines,
     pub(super) failure: FailurePolicy,
+    pub(super) bytes_per_second: Option<u64>,
 }

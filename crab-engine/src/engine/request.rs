@@ -7,6 +7,7 @@ use crab_core::{Error, GateOpener, Manifest, Turn, Verdict, VersionId};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
+use tracing::Span;
 
 use super::attached::Attached;
 
@@ -15,17 +16,21 @@ use super::attached::Attached;
 pub(super) struct Waiting {
     opener: Mutex<Option<GateOpener>>,
     exposed: OnceLock<Instant>,
+    /// Open while the answer waits.
+    span: Mutex<Option<Span>>,
 }
 
 impl Waiting {
     /// The answer is there and waits.
-    pub(super) fn expose(&self) {
+    pub(super) fn expose(&self, turn: &Span) {
         let _ = self.exposed.set(Instant::now());
+        *self.span.lock() = Some(tracing::info_span!(parent: turn, "exposed"));
     }
 
     /// Gives the verdict, unless one was given.
     pub(super) fn decide(&self, verdict: Verdict) -> bool {
         let opener = self.opener.lock().take();
+        self.span.lock().take();
         opener.map(|opener| opener.decide(verdict)).is_some()
     }
 }
@@ -37,6 +42,10 @@ pub(super) struct Request {
     pub(super) boundary: bool,
     /// The attachment under which it was made: after a restore there is another.
     pub(super) attached: Arc<Attached>,
+    /// The turn's span, open until its verdict.
+    pub(super) span: Span,
+    /// Open while it waits for its job to begin.
+    pub(super) queued: Option<Span>,
     begun: Instant,
     waiting: Arc<Waiting>,
     watcher: Option<AbortHandle>,
@@ -45,8 +54,26 @@ pub(super) struct Request {
 
 impl Request {
     pub(super) fn of_boundary(turn: Turn, attached: Arc<Attached>, begun: Instant, opener: GateOpener) -> Self {
-        let waiting = Waiting { opener: Mutex::new(Some(opener)), exposed: OnceLock::new() };
-        Self { turn, boundary: true, attached, begun, waiting: Arc::new(waiting), watcher: None, reply: None }
+        let waiting = Waiting { opener: Mutex::new(Some(opener)), ..Waiting::default() };
+        let mut request = Self::of_deferred(turn, attached);
+        request.begun = begun;
+        request.waiting = Arc::new(waiting);
+        request
+    }
+
+    /// For turns whose answers have gone out.
+    pub(super) fn of_deferred(turn: Turn, attached: Arc<Attached>) -> Self {
+        Self {
+            turn,
+            boundary: true,
+            attached,
+            span: Span::current(),
+            queued: None,
+            begun: Instant::now(),
+            waiting: Arc::default(),
+            watcher: None,
+            reply: None,
+        }
     }
 
     pub(super) fn of_call(
@@ -54,15 +81,10 @@ impl Request {
         attached: Arc<Attached>,
         reply: oneshot::Sender<Result<Arc<Manifest>, Arc<Error>>>,
     ) -> Self {
-        Self {
-            turn,
-            boundary: false,
-            attached,
-            begun: Instant::now(),
-            waiting: Arc::default(),
-            watcher: None,
-            reply: Some(reply),
-        }
+        let mut request = Self::of_deferred(turn, attached);
+        request.boundary = false;
+        request.reply = Some(reply);
+        request
     }
 
     pub(super) fn waiting(&self) -> Arc<Waiting> {
@@ -82,6 +104,7 @@ impl Request {
 
     /// Opens the gate. `false` where a verdict had been given before.
     pub(super) fn durable(mut self, manifest: &Arc<Manifest>) -> bool {
+        self.span.record("outcome", "durable").record("version", manifest.version.0);
         let given = self.waiting.decide(Verdict::Durable(manifest.version));
         if let Some(reply) = self.reply.take() {
             let _ = reply.send(Ok(manifest.clone()));
@@ -91,6 +114,7 @@ impl Request {
 
     /// Gives the verdict of a failure. `false` where a verdict had been given before.
     pub(super) fn failed(mut self, error: &Arc<Error>, release: bool) -> bool {
+        self.span.record("outcome", if release { "unprotected" } else { "failed" });
         let verdict = if release { Verdict::Unprotected(error.clone()) } else { Verdict::Failed(error.clone()) };
         let given = self.waiting.decide(verdict);
         if let Some(reply) = self.reply.take() {
@@ -99,8 +123,15 @@ impl Request {
         given
     }
 
+    /// Lets the answer go without a version, which is to come later.
+    pub(super) fn deferred(self, error: Error) {
+        self.span.record("outcome", "deferred");
+        self.waiting.decide(Verdict::Unprotected(Arc::new(error)));
+    }
+
     /// The version that a skipped turn rides on.
     pub(super) fn skipped(self, version: VersionId) {
+        self.span.record("outcome", "skip").record("version", version.0);
         self.waiting.decide(Verdict::Durable(version));
     }
 }

@@ -256,3 +256,18 @@ fn cancelling_takes_what_has_not_begun_and_leaves_what_has() {
     assert!(scheduler.is_idle());
     assert_eq!(scheduler.waiting(), 0);
 }
+
+#[test]
+fn a_lane_that_rests_starts_nothing_and_keeps_the_places() {
+    let mut scheduler = Scheduler::new(one_at_a_time());
+    scheduler.rest(Lane::Filesystem, true);
+    let first = scheduler.submit(&"a", Lane::Filesystem, false).unwrap().job;
+    let urgent = scheduler.submit(&"b", Lane::Filesystem, true).unwrap().job;
+    let other = scheduler.submit(&"c", Lane::Process, false).unwrap().job;
+    assert_eq!(scheduler.start().map(|start| start.job), Some(other));
+    assert_eq!(scheduler.start(), None);
+    scheduler.rest(Lane::Filesystem, false);
+    assert_eq!(scheduler.start().map(|start| start.job), Some(urgent));
+    scheduler.finish(urgent);
+    assert_eq!(scheduler.start().map(|start| start.job), Some(first));
+}
