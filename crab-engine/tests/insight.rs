@@ -36,7 +36,10 @@ impl Visit for Seen {
 
 /// Keeps all spans, as a layer that writes a Chrome trace would.
 #[derive(Clone, Default)]
-struct Trace(Arc<Mutex<(Vec<Seen>, HashMap<u64, usize>)>>);
+struct Trace(Arc<Mutex<Spans>>);
+
+/// All spans in the order of their beginning, and the places of the open ones by the subscriber's numbers.
+type Spans = (Vec<Seen>, HashMap<u64, usize>);
 
 impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Trace {
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {

@@ -11,7 +11,7 @@ use crab_engine::Engine;
 pub type Key = (Domain, SandboxId, ArtifactId);
 
 /// A world, looked at from outside.
-pub trait Observed {
+pub trait Observed: Sync {
     fn condition_of(&self, id: &SandboxId) -> Condition;
     /// All artifacts that exist.
     fn artifacts(&self) -> Vec<Key>;

@@ -25,6 +25,12 @@ pub struct Fixture {
     pub id: SandboxId,
 }
 
+/// Memory where there is, so that tests do not wait for a disk.
+fn scratch() -> tempfile::TempDir {
+    let fast = Path::new("/dev/shm");
+    if fast.is_dir() { tempfile::tempdir_in(fast) } else { tempfile::tempdir() }.unwrap()
+}
+
 /// Deadlines that a test can wait for.
 pub fn short() -> Deadlines {
     let short = Duration::from_millis(150);
@@ -45,7 +51,7 @@ impl Fixture {
         let world = MemoryWorld::new();
         let id = id("box");
         world.create(&id);
-        Self { world, dir: tempfile::tempdir().unwrap(), id }
+        Self { world, dir: scratch(), id }
     }
 
     pub fn store(&self) -> PathBuf {
