@@ -5,6 +5,7 @@
 
 mod coordinator;
 mod criu;
+mod inspector;
 mod report;
 
 use std::path::PathBuf;
@@ -19,6 +20,7 @@ type Bench = fn(&mut Report) -> Result<(), String>;
 const BENCHES: &[(&str, &str, Bench)] = &[
     ("coordinator", "what the coordinator adds to a request and to a stream, beside nginx", coordinator::run),
     ("criu", "process checkpoints beside plain criu", criu::bench),
+    ("inspector", "how quickly turns are judged, and what being watched costs", inspector::run),
     ("report", "the cost of the bench's own clock", report::clock),
 ];
 

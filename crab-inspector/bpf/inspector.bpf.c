@@ -242,6 +242,38 @@ int BPF_PROG(on_signal, int sig, struct kernel_siginfo *info, struct task_struct
 	return 0;
 }
 
+/* A number that stands for a task and hardly ever for several together. */
+static __always_inline u64 task_number(struct task_struct *task)
+{
+	return (task->start_boottime ^ (u64)task->pid << 40) * 0x9e3779b97f4a7c15ULL | 1;
+}
+
+/* The child has its cgroup, and did not run yet. */
+SEC("tp_btf/sched_process_fork")
+int BPF_PROG(on_fork, struct task_struct *parent, struct task_struct *child)
+{
+	u32 sandbox = task_sandbox(child);
+	struct slot *slot;
+
+	if (sandbox && (slot = slot_of(sandbox - 1)))
+		__sync_fetch_and_add(&slot->tasks, task_number(child));
+	return 0;
+}
+
+/* To end is no system call that returns. */
+SEC("tp_btf/sched_process_exit")
+int BPF_PROG(on_exit, struct task_struct *task)
+{
+	u32 sandbox = task_sandbox(task);
+	struct slot *slot;
+
+	if (sandbox && (slot = slot_of(sandbox - 1))) {
+		__sync_fetch_and_add(&slot->tasks, -task_number(task));
+		acted(slot, task->start_boottime, task->pid, NR_EXIT);
+	}
+	return 0;
+}
+
 /* A task that is moved in need not run for it. */
 SEC("tp_btf/cgroup_attach_task")
 int BPF_PROG(on_move, struct cgroup *to, const char *path, struct task_struct *task, bool all)
@@ -249,8 +281,11 @@ int BPF_PROG(on_move, struct cgroup *to, const char *path, struct task_struct *t
 	u32 sandbox = cgroup_sandbox(to);
 	struct slot *slot;
 
-	if (sandbox && (slot = slot_of(sandbox - 1)))
+	if (sandbox && (slot = slot_of(sandbox - 1))) {
 		lower(&slot->oldest_runner, task->start_boottime);
+		/* Several threads are not told one by one: what is added for them never goes away. */
+		__sync_fetch_and_add(&slot->tasks, BPF_CORE_READ(task, signal, nr_threads) == 1 ? task_number(task) : 2);
+	}
 	return 0;
 }
 
@@ -300,14 +335,6 @@ static __always_inline bool inert(struct task_struct *task, struct pt_regs *regs
 		if (ret == 0)
 			return is_init(task);
 		return ret == -10 || ret == -4;
-	case NR_SCHED_YIELD:
-	case NR_GETPID:
-	case NR_GETTID:
-	case NR_GETPPID:
-	case NR_CLOCK_GETTIME:
-	case NR_GETTIMEOFDAY:
-	CASE_TIME:
-	case NR_GETCPU:
 	case NR_BRK:
 	case NR_MUNMAP:
 		return true;
@@ -851,22 +878,29 @@ int BPF_PROG(on_direct, struct kiocb *io, struct iov_iter *iter)
 SEC("tp_btf/sys_exit")
 int BPF_PROG(on_syscall, struct pt_regs *regs, long ret)
 {
-	u32 sandbox = current_sandbox();
-	struct task_struct *task;
+	struct task_struct *task = bpf_get_current_task_btf();
+	bool compat = IS_COMPAT(task);
+	long nr = SYSCALL_NR(regs);
 	struct slot *slot;
-	long nr;
+	u32 sandbox;
 
+	/* Most of all calls of some programs, and never of interest to anybody: before anything is looked up. */
+	if (!compat) {
+		switch (nr) {
+		CASE_ALWAYS_INERT:
+			return 0;
+		}
+	}
+	sandbox = current_sandbox();
 	if (!sandbox)
 		return 0;
 	slot = slot_of(sandbox - 1);
 	if (!slot)
 		return 0;
-	task = bpf_get_current_task_btf();
-	if (IS_COMPAT(task)) {
+	if (compat) {
 		leave(slot, LEFT_COMPAT | LEFT_FILES, 0);
 		return 0;
 	}
-	nr = SYSCALL_NR(regs);
 	if (ret >= 0 || fails_late(ret))
 		leave(slot, files_touched(task, regs, nr, ret), nr);
 	if (inert(task, regs, nr, ret))

@@ -160,6 +160,10 @@ struct xfs_trans {
 	struct xfs_mount *t_mountp;
 };
 
+struct signal_struct {
+	int nr_threads;
+};
+
 struct task_struct {
 	unsigned int flags;
 	struct thread_info thread_info;
@@ -169,6 +173,7 @@ struct task_struct {
 	struct pid *thread_pid;
 	struct css_set *cgroups;
 	struct files_struct *files;
+	struct signal_struct *signal;
 };
 
 #if defined(__TARGET_ARCH_x86)

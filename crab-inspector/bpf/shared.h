@@ -61,6 +61,8 @@ struct slot {
 	u64 oldest_runner;
 	/* CPU time of tasks older than the interval. */
 	u64 cpu;
+	/* A number for each task that came, less that of each that ended: 0 where all who came are gone. */
+	u64 tasks;
 	/* Of the oldest actor: its id, and the system call or the negated signal. */
 	u32 actor;
 	s32 act;

@@ -13,27 +13,38 @@ use crate::tree::{self, Age, Directory};
 
 /// What a take saw of the files.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Mark {
+pub(crate) struct Mark {
+    /// When it was.
+    clock: Clock,
+    /// The moment, where later changes are told of.
+    pub(crate) moment: Option<Moment>,
+    content: Content,
+}
+
+/// What was seen of the files themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Content {
     /// How far a subvolume was.
     Generation { uuid: [u8; 16], generation: u64 },
-    /// When it was, where later changes are told of.
-    Moment(Moment),
-    /// When it was, and all of it where that was read.
-    Read { clock: Clock, digest: Option<[u8; 32]> },
+    /// All of it, where it was read.
+    Digest(Option<[u8; 32]>),
 }
 
-/// A moment from which on changes are told of.
+/// A moment from which on changes are told of: the interval that had begun, and what had been counted of others' doings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Moment {
-    /// The interval that had begun, and what had been counted of others' doings.
     pub(crate) epoch: u64,
     pub(crate) outside: u64,
-    clock: Clock,
 }
 
-impl Moment {
-    pub(crate) fn now(epoch: u64, outside: u64) -> Self {
-        Self { epoch, outside, clock: Clock::now() }
+impl Mark {
+    fn new(moment: Option<Moment>, content: Content) -> Self {
+        Self { clock: Clock::now(), moment, content }
+    }
+
+    /// The mark of a take at which nothing had been told of since the take that made this one.
+    pub(crate) fn still_at(&self, moment: Moment) -> Self {
+        Self { clock: Clock::now(), moment: Some(moment), content: self.content }
     }
 }
 
@@ -176,10 +187,7 @@ pub(crate) fn base(root: &Root, tree: Option<&PathBuf>, mark: Option<Mark>) -> O
         }
         (Root::Folder(live), Some(path)) => {
             if let Some(old) = Directory::open(path).ok().filter(|old| apart(&live.top, old)) {
-                let made_after = match mark {
-                    Some(Mark::Moment(Moment { clock, .. }) | Mark::Read { clock, .. }) => Some(clock),
-                    _ => None,
-                };
+                let made_after = mark.map(|mark| mark.clock);
                 return Some(Base::Tree { old, made_after });
             }
         }
@@ -202,7 +210,7 @@ pub(crate) const ATTEMPTS: usize = 3;
 /// Looks at the files.
 pub(crate) fn look(root: &Root, base: Option<&mut Base>, known: Known) -> Look {
     match root {
-        Root::Subvolume(live) => look_at_subvolume(live, base, known.limits),
+        Root::Subvolume(live) => look_at_subvolume(live, base, known),
         Root::Folder(live) => look_at_folder(live, base.as_deref(), known),
         Root::Other(why) => Look::unknown(Unknown::Unobservable(why.clone())),
     }
@@ -210,8 +218,8 @@ pub(crate) fn look(root: &Root, base: Option<&mut Base>, known: Known) -> Look {
 
 /// All that is found equal was so at its own moment; whether nothing was written meanwhile is for the caller to tell.
 fn look_at_folder(live: &Folder, base: Option<&Base>, known: Known) -> Look {
-    let clock = known.moment.map_or_else(Clock::now, |moment| moment.clock);
-    let mark = known.moment.map_or(Mark::Read { clock, digest: None }, Mark::Moment);
+    let mark = Mark::new(known.moment, Content::Digest(None));
+    let clock = mark.clock;
     let mut look = Look { change: Change::Unknown(Unknown::NoBase), mark: Some(mark), difference: None };
     match base {
         Some(Base::Tree { old, made_after }) => {
@@ -229,31 +237,33 @@ fn look_at_folder(live: &Folder, base: Option<&Base>, known: Known) -> Look {
                 Err(Stop::Failed(error)) => look.change = cannot_compare(&error),
             }
         }
-        Some(Base::Mark(Mark::Moment(_))) => {
+        Some(Base::Mark(Mark { moment: Some(_), .. })) => {
             look.change = changed("files may have been written, and there is no copy to compare with");
         }
-        _ if known.moment.is_none() => read_whole(live, base, clock, known.limits, &mut look),
+        _ if known.moment.is_none() => read_whole(live, base, known.limits, &mut look),
         _ => {}
     }
     look
 }
 
 /// Where nothing tells of changes and there is no copy, all of it is remembered by a digest.
-fn read_whole(live: &Folder, base: Option<&Base>, clock: Clock, limits: Limits, look: &mut Look) {
+fn read_whole(live: &Folder, base: Option<&Base>, limits: Limits, look: &mut Look) {
     let was = match base {
-        Some(Base::Mark(Mark::Read { digest, .. })) => *digest,
+        Some(Base::Mark(Mark { content: Content::Digest(was), .. })) => *was,
         _ => None,
     };
-    match (live.digest(limits), was) {
-        (Ok(now), was) => {
-            look.mark = Some(Mark::Read { clock, digest: Some(now) });
+    match live.digest(limits) {
+        Ok(now) => {
+            if let Some(mark) = &mut look.mark {
+                mark.content = Content::Digest(Some(now));
+            }
             match was {
                 Some(was) if was == now => look.equal(),
                 Some(_) => look.change = changed("files differ"),
                 None => {}
             }
         }
-        (Err(error), _) => {
+        Err(error) => {
             let why = format!("changes to the root's file system do not show, and {error}");
             look.change = Change::Unknown(Unknown::Unobservable(why));
         }
@@ -264,16 +274,14 @@ fn cannot_compare(error: &std::io::Error) -> Change {
     Change::Unknown(Unknown::Failed(format!("cannot compare the files: {error}")))
 }
 
-fn look_at_subvolume(live: &Subvolume, base: Option<&mut Base>, limits: Limits) -> Look {
+fn look_at_subvolume(live: &Subvolume, base: Option<&mut Base>, known: Known) -> Look {
     let mut info = match live.settled() {
         Ok(info) => info,
         Err(error) => return Look::failed("cannot read the subvolume's generation", &error),
     };
-    let mut look = Look {
-        change: Change::Unknown(Unknown::NoBase),
-        mark: Some(Mark::Generation { uuid: info.uuid, generation: info.generation }),
-        difference: None,
-    };
+    let seen = Content::Generation { uuid: info.uuid, generation: info.generation };
+    let mut look =
+        Look { change: Change::Unknown(Unknown::NoBase), mark: Some(Mark::new(known.moment, seen)), difference: None };
     let Some(base) = base else { return look };
     match live.has_nested() {
         Ok(false) => {}
@@ -286,7 +294,7 @@ fn look_at_subvolume(live: &Subvolume, base: Option<&mut Base>, limits: Limits) 
     }
     let (lineage, equal_at) = match base {
         Base::Mark(mark) => {
-            look.change = if look.mark.as_ref() == Some(mark) {
+            look.change = if mark.content == seen {
                 Change::Unchanged
             } else {
                 changed("the subvolume was written, and there is no snapshot to compare with")
@@ -306,7 +314,7 @@ fn look_at_subvolume(live: &Subvolume, base: Option<&mut Base>, limits: Limits) 
             look.equal();
             return look;
         }
-        let compared = lineage.compare(live, limits);
+        let compared = lineage.compare(live, known.limits);
         match compared {
             Ok(difference) if !difference.is_empty() => {
                 look.change = Change::Changed(describe(live, &difference));

@@ -49,6 +49,8 @@ pub(crate) struct Interval {
     pub(crate) oldest_runner: u64,
     /// CPU time of tasks older than the interval that they ran in.
     pub(crate) cpu: u64,
+    /// Numbers of the tasks that came, less those of the ones that ended, modulo 2^64.
+    pub(crate) tasks: u64,
     /// Of the oldest actor: its id, and the system call or the negated signal.
     pub(crate) actor: u32,
     pub(crate) act: i32,
@@ -74,6 +76,8 @@ impl Interval {
         }
         self.oldest_runner = self.oldest_runner.min(other.oldest_runner);
         self.cpu = if self.epoch == other.epoch { self.cpu.max(other.cpu) } else { self.cpu.saturating_add(other.cpu) };
+        // Of an interval that was read before, the later reading holds all.
+        self.tasks = if self.epoch == other.epoch { other.tasks } else { self.tasks.wrapping_add(other.tasks) };
         self.left |= other.left;
         if other.left & left::KERNEL != 0 {
             self.left_act = other.left_act;
@@ -98,6 +102,7 @@ impl From<&Slot> for Interval {
             oldest_actor: slot.oldest_actor,
             oldest_runner: slot.oldest_runner,
             cpu: slot.cpu,
+            tasks: slot.tasks,
             actor: slot.actor,
             act: slot.act,
             left: slot.left,
@@ -186,6 +191,19 @@ mod tests {
         let all = history.since(1);
         assert_eq!((all.oldest_actor, all.cpu), (40, 17));
         assert_eq!(history.since(2).cpu, 5);
+    }
+
+    #[test]
+    fn who_came_and_went_in_different_intervals_cancels_out() {
+        let mut history = History::default();
+        let with = |epoch, tasks| Interval { tasks, ..Interval::quiet(epoch) };
+        history.add(with(1, 77));
+        history.add(with(2, 5));
+        assert_ne!(history.since(1).tasks, 0);
+        // Read again after more had been noted.
+        history.add(with(2, 0u64.wrapping_sub(77)));
+        assert_eq!(history.since(1).tasks, 0);
+        assert_ne!(history.since(2).tasks, 0);
     }
 
     #[test]

@@ -215,19 +215,40 @@ impl Holdings {
 /// Whether a process has a file mapped in a way by which it may be changed, now or after a change of protection.
 pub(crate) fn maps_files(processes: &BTreeSet<u32>) -> io::Result<bool> {
     for process in processes {
-        let maps = match fs::read(Path::new("/proc").join(process.to_string()).join("maps")) {
+        let folder = Path::new("/proc").join(process.to_string());
+        let maps = match fs::read(folder.join("maps")) {
             Err(error) if gone(&error) => continue,
             other => other?,
         };
-        let found = maps
-            .split(|b| *b == b'\n')
-            .filter_map(Mapping::parse)
-            .any(|mapping| mapping.shared && mapping.inode != 0 && !is_memory(mapping.path));
-        if found {
+        let mut shared = maps.split(|b| *b == b'\n').filter_map(Mapping::parse).filter(Mapping::is_shared_file);
+        // Many map a table of character sets for reading, from a descriptor that does not allow more.
+        let Some(first) = shared.next() else { continue };
+        if first.writable || shared.any(|mapping| mapping.writable) {
             return Ok(true);
+        }
+        match fs::read(folder.join("smaps")) {
+            Err(error) if gone(&error) => {}
+            Err(error) => return Err(error),
+            Ok(smaps) if may_become_writable(&smaps) => return Ok(true),
+            Ok(_) => {}
         }
     }
     Ok(false)
+}
+
+/// Whether `/proc/PID/smaps` has a shared mapping of a file that may be made writable.
+fn may_become_writable(smaps: &[u8]) -> bool {
+    let mut shared = false;
+    smaps.split(|b| *b == b'\n').any(|line| {
+        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            return shared && flags.split(|b| *b == b' ').any(|flag| flag == b"mw");
+        }
+        // The head of a mapping begins with its addresses, other lines with a name.
+        if line.split(|b| *b == b' ').next().is_some_and(|word| word.contains(&b'-')) {
+            shared = Mapping::parse(line).is_none_or(|mapping| mapping.is_shared_file());
+        }
+        false
+    })
 }
 
 fn too_many() -> io::Error {
@@ -286,6 +307,11 @@ impl<'a> Mapping<'a> {
         Some(Self { writable: rights.get(1) == Some(&b'w'), shared: rights.get(3) == Some(&b's'), inode, path })
     }
 
+    /// Whether stores to it would change a file, if they were allowed.
+    fn is_shared_file(&self) -> bool {
+        self.shared && self.inode != 0 && !is_memory(self.path)
+    }
+
     fn name(&self) -> String {
         if self.path.is_empty() { "shared memory".to_owned() } else { String::from_utf8_lossy(self.path).into_owned() }
     }
@@ -306,6 +332,18 @@ mod tests {
     }
 
     #[test]
+    fn a_shared_mapping_counts_only_where_it_may_be_written() {
+        let smaps = |flags: &str| {
+            format!(
+                "7f5c-7f5d r--s 00000000 00:01 1025 /usr/lib/cache\nSize: 4 kB\nVmFlags: {flags}\n\
+                 7f5d-7f5e rw-p 00000000 00:01 1025 /usr/lib/cache\nVmFlags: rd wr mr mw me ac \n"
+            )
+        };
+        assert!(!may_become_writable(smaps("rd mr me ms").as_bytes()));
+        assert!(may_become_writable(smaps("rd sh mr mw me ms").as_bytes()));
+    }
+
+    #[test]
     fn waiting_data_is_read() {
         let line =
             "   0: 0100007F:1F90 00000000:0000 0A 00000000:00000003 00:00000000 00000000     0        0 4711 1 0 100";
@@ -316,6 +354,7 @@ mod tests {
         #[test]
         fn any_line_is_read_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..120), text in ".{0,120}") {
             let _ = Mapping::parse(&bytes);
+            let _ = may_become_writable(&bytes);
             let _ = waiting(&text);
             let _ = number(&bytes, b"pipe:[");
         }

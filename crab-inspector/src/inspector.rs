@@ -202,14 +202,6 @@ struct Seen {
     mounts: Arc<Mounts>,
 }
 
-/// A moment at which the files were those of the version.
-#[derive(Clone, Copy, Debug)]
-struct Settled {
-    /// The interval that had begun, and what had been counted of others' doings, before it was found.
-    epoch: u64,
-    outside: u64,
-}
-
 #[derive(Debug)]
 struct Watched {
     settings: Arc<InspectorBuilder>,
@@ -229,8 +221,8 @@ struct Watched {
     verdict: Option<Change>,
     /// What the last look at the files saw.
     mark: Option<Mark>,
-    /// When the files were last found to be those of the version.
-    settled: Option<Settled>,
+    /// A moment at which the files were those of the version.
+    settled: Option<Moment>,
     /// A process may have a file mapped that it can change by storing to memory.
     mapped: bool,
     /// A process can have files changed without a system call of its own.
@@ -255,19 +247,44 @@ fn now() -> u64 {
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }
 
+/// Whether there is time to look at processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Patience {
+    None,
+    ToLook,
+}
+
+impl Patience {
+    fn to_look(self) -> io::Result<()> {
+        match self {
+            Self::None => Err(io::ErrorKind::WouldBlock.into()),
+            Self::ToLook => Ok(()),
+        }
+    }
+}
+
 impl Watched {
-    /// What can be said without a look at anything but what the programs noted.
+    /// What can be said without a look at anything but what the programs noted and the list of threads.
     fn take_at_once(&mut self, token: u64) -> Option<Delta> {
         // Not before all that is needed is there: reading is not repeated for nothing.
-        self.verdict.as_ref()?;
+        let base = self.base()?.clone();
         self.last.as_ref()?;
         self.settled?;
         let (time, outside) = self.read().ok()?;
-        let seen = self.same_as_last(time)?;
+        let (seen, process) = match self.same_as_last(time) {
+            Some(seen) => (seen, self.verdict.clone()?),
+            None => {
+                let seen = self.same_threads(time)?;
+                let since = self.history.since(base.epoch);
+                // An error says that there is more to look at.
+                let process = self.compare(&seen, &base, &since, Patience::None).ok()?;
+                (seen, process)
+            }
+        };
         if self.files_touched(outside) {
             return None;
         }
-        let process = self.verdict.clone()?;
+        self.verdict = Some(process.clone());
         self.last = Some(seen.clone());
         self.mark_moment(outside);
         let effects = self.effects();
@@ -362,6 +379,24 @@ impl Watched {
         })
     }
 
+    /// What was seen at the last look, where that is known to be so still: nobody who was there then did anything by
+    /// which threads, mounts or files in tmpfs could have become others, and who came is gone.
+    fn same_threads(&self, time: u64) -> Option<Seen> {
+        // A list that holds some who came while it was made is none to go by.
+        let last = self.last.as_ref().filter(|_| self.verdict == Some(Change::Unchanged))?;
+        let since = self.history.since(last.epoch);
+        let stirred = left::KERNEL | left::FILES | left::MAPPED | left::ASYNC | left::COMPAT | left::UNREADABLE;
+        if !nobody_before(since.oldest_actor, last.time) || since.left & stirred != 0 || self.mapped {
+            return None;
+        }
+        (since.tasks == 0).then(|| Seen {
+            epoch: self.registered.epoch(),
+            time,
+            census: last.census.clone(),
+            mounts: last.mounts.clone(),
+        })
+    }
+
     /// Looks at the tasks where any ran.
     fn look(&mut self, time: u64) -> io::Result<Seen> {
         let seen = match self.same_as_last(time) {
@@ -391,7 +426,7 @@ impl Watched {
         self.settled.is_none_or(|settled| self.touched_since(settled, outside))
     }
 
-    fn touched_since(&self, settled: Settled, outside: u64) -> bool {
+    fn touched_since(&self, settled: Moment, outside: u64) -> bool {
         let since = self.history.since(settled.epoch);
         let may_store = self.mapped || since.left & left::MAPPED != 0;
         // Once files can change without a task that does it, they have to be looked at.
@@ -402,10 +437,11 @@ impl Watched {
             || may_store && since.oldest_runner != NOBODY
     }
 
-    /// Where the kernel tells of changes, that the files are what they are now is all there is to remember.
+    /// Where the kernel tells of changes and told of none, this moment is as good as that of the last look, and later.
     fn mark_moment(&mut self, outside: u64) {
-        if self.told && matches!(self.root, Root::Folder(_)) {
-            self.mark = Some(Mark::Moment(Moment::now(self.registered.epoch(), outside)));
+        let moment = Moment { epoch: self.registered.epoch(), outside };
+        if let Some(mark) = &mut self.mark {
+            *mark = mark.still_at(moment);
         }
     }
 
@@ -416,24 +452,19 @@ impl Watched {
             tracing::trace!(left = since.left, call = since.files_act, "the files have to be looked at");
             metrics::counter!("crab_inspector_file_looks_total").increment(1);
         }
-        let begun = outside.map(|outside| Settled { epoch: self.registered.epoch(), outside });
+        let begun = outside.map(|outside| Moment { epoch: self.registered.epoch(), outside }).filter(|_| self.told);
         let look = self.look_until_at_rest(begun);
-        let equal = look.change == Change::Unchanged;
-        let settles = equal && self.told && !self.asynchronous;
-        match (&self.root, begun.filter(|_| settles)) {
-            // What was told of since a version stays told, whatever one look found.
-            (Root::Folder(_), None) => {}
-            (_, settled) => self.settled = settled,
+        if look.change == Change::Unchanged && begun.is_some() && !self.asynchronous {
+            self.settled = begun;
         }
         self.mark = look.mark;
         (look.change, look.difference)
     }
 
-    fn look_until_at_rest(&mut self, begun: Option<Settled>) -> Look {
+    fn look_until_at_rest(&mut self, moment: Option<Moment>) -> Look {
         let mapped = self.mapped || self.asynchronous;
-        let moment = begun.filter(|_| self.told).map(|begun| Moment::now(begun.epoch, begun.outside));
         let known = Known { moment, mapped, limits: self.settings.limits };
-        let mut before = begun.map(|begun| begun.outside);
+        let mut before = moment.map(|moment| moment.outside);
         for _ in 0..filesystem::ATTEMPTS {
             let from = self.registered.epoch();
             let look = filesystem::look(&self.root, self.files.as_mut(), known);
@@ -450,7 +481,7 @@ impl Watched {
                 return look;
             }
         }
-        Look { change: filesystem::written_meanwhile(), mark: moment.map(Mark::Moment), difference: None }
+        Look { change: filesystem::written_meanwhile(), mark: None, difference: None }
     }
 
     fn base(&self) -> Option<&Seen> {
@@ -462,11 +493,11 @@ impl Watched {
             return Change::Unknown(Unknown::NoBase);
         };
         let since = self.history.since(base.epoch);
-        self.compare(seen, &base, &since).unwrap_or_else(|error| failed(&error))
+        self.compare(seen, &base, &since, Patience::ToLook).unwrap_or_else(|error| failed(&error))
     }
 
     /// The rules, the cheap ones first.
-    fn compare(&mut self, seen: &Seen, base: &Seen, since: &Interval) -> io::Result<Change> {
+    fn compare(&mut self, seen: &Seen, base: &Seen, since: &Interval, patience: Patience) -> io::Result<Change> {
         if since.left & left::COMPAT != 0 {
             let why = "a 32-bit process ran".to_owned();
             return Ok(Change::Unknown(Unknown::Unobservable(why)));
@@ -493,13 +524,13 @@ impl Watched {
                     if used > cpu {
                         return ran(format!("of the version, for {used:.0?}"));
                     }
-                    if let Some(memory) = &self.holdings(base)?.shared_memory {
+                    if let Some(memory) = &self.holdings(base, patience)?.shared_memory {
                         return ran(format!("of the version, and can write to {memory}"));
                     }
                 }
             }
         }
-        if let Some(what) = self.left_behind(base, since)? {
+        if let Some(what) = self.left_behind(base, since, patience)? {
             return changed(what);
         }
         match (&seen.mounts.tmpfs, &base.mounts.tmpfs) {
@@ -509,17 +540,18 @@ impl Watched {
         }
     }
 
-    fn holdings(&mut self, base: &Seen) -> io::Result<Arc<Holdings>> {
+    fn holdings(&mut self, base: &Seen, patience: Patience) -> io::Result<Arc<Holdings>> {
         if let Some(held) = &self.holdings {
             return Ok(held.clone());
         }
+        patience.to_look()?;
         let held = Arc::new(Holdings::look(&base.census.processes(), self.device)?);
         self.holdings = Some(held.clone());
         Ok(held)
     }
 
     /// What tasks that are gone left behind for those that stayed.
-    fn left_behind(&mut self, base: &Seen, since: &Interval) -> io::Result<Option<Evidence>> {
+    fn left_behind(&mut self, base: &Seen, since: &Interval, patience: Patience) -> io::Result<Option<Evidence>> {
         let has = |what: u32| since.left & what != 0;
         if has(left::KERNEL) {
             let what = format!("system call {} changed state of the kernel", since.left_act);
@@ -533,7 +565,7 @@ impl Watched {
         if !has(any) && since.pipes.is_empty() {
             return Ok(None);
         }
-        let held = self.holdings(base)?;
+        let held = self.holdings(base, patience)?;
         let processes: BTreeSet<u32> = base.census.processes();
         let crossing = |what: &str| Ok(Some(Evidence::Crossing(what.to_owned())));
         if held.pipes.iter().any(|pipe| since.pipes.may_hold(*pipe)) {
@@ -541,6 +573,9 @@ impl Watched {
         }
         if has(left::DEVICE) && held.terminal {
             return crossing("a terminal was written to that a process of the version holds");
+        }
+        if has(left::UNIX | left::INET) && !held.sockets.is_empty() {
+            patience.to_look()?;
         }
         if has(left::UNIX) && held.holds_unix_sockets(&processes)? {
             return crossing("data went to unix sockets, and processes of the version hold some");
@@ -559,7 +594,7 @@ impl Watched {
         if base.census.threads.is_empty() {
             return Ok(Change::Unchanged);
         }
-        let held = self.holdings(&base)?;
+        let held = self.holdings(&base, Patience::ToLook)?;
         let what = match difference {
             _ if held.watches => Some("a process of the version watches files".to_owned()),
             Some(difference) => {
@@ -586,25 +621,20 @@ impl Watched {
         let (files, processes) = self.ledger.rebase(base.token, base.filesystem, base.process);
         if files {
             let mark = self.ledger.filesystem.mark.clone().flatten();
-            self.settled = match &mark {
-                Some(Mark::Moment(moment)) if self.history.is_whole_since(moment.epoch) => {
-                    Some(Settled { epoch: moment.epoch, outside: moment.outside })
-                }
-                _ => None,
-            };
+            // The version's files were captured after the mark: where nothing is told of since, they are those.
+            self.settled = mark
+                .as_ref()
+                .and_then(|mark| mark.moment)
+                .filter(|moment| self.told && self.history.is_whole_since(moment.epoch));
             self.files = filesystem::base(&self.root, base.tree.as_ref(), mark);
         }
         if processes {
             self.holdings = None;
             self.verdict = None;
-            let needed = match (self.settled, &self.root) {
-                (Some(settled), _) => Some(settled.epoch),
-                // The first version of the files may be of an older take.
-                (None, Root::Folder(_)) => Some(0),
-                (None, _) => None,
-            };
+            // The next version of the files may be of a take before this one of the processes.
+            let files = self.settled.map_or(0, |settled| settled.epoch);
             if let Some(epoch) = self.base().map(|base| base.epoch) {
-                self.history.forget_before(epoch.min(needed.unwrap_or(epoch)));
+                self.history.forget_before(epoch.min(files));
             }
         }
     }

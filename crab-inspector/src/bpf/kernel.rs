@@ -23,7 +23,9 @@ static OBJECT: &Aligned<[u8]> = &Aligned(*include_bytes!("../../bpf/inspector.x8
 static OBJECT: &Aligned<[u8]> = &Aligned(*include_bytes!("../../bpf/inspector.arm64.bpf.o"));
 
 /// Programs, and the tracepoints that they hang on.
-const PROGRAMS: [(&str, &str); 4] = [
+const PROGRAMS: [(&str, &str); 6] = [
+    ("on_fork", "sched_process_fork"),
+    ("on_exit", "sched_process_exit"),
     ("on_move", "cgroup_attach_task"),
     ("on_switch", "sched_switch"),
     ("on_signal", "signal_generate"),

@@ -59,6 +59,7 @@ pub(crate) struct Slot {
     pub(crate) oldest_actor: u64,
     pub(crate) oldest_runner: u64,
     pub(crate) cpu: u64,
+    pub(crate) tasks: u64,
     pub(crate) actor: u32,
     pub(crate) act: i32,
     pub(crate) left_act: i32,
@@ -78,6 +79,7 @@ impl Slot {
             oldest_actor: NOBODY,
             oldest_runner: NOBODY,
             cpu: 0,
+            tasks: 0,
             actor: 0,
             act: 0,
             left_act: 0,
@@ -106,7 +108,7 @@ impl OnCpu {
 }
 
 // The sizes that the C compiler gave: a difference would be a difference in layout.
-const _: () = assert!(size_of::<Slot>() == 1168 && size_of::<OnCpu>() == 24);
+const _: () = assert!(size_of::<Slot>() == 1176 && size_of::<OnCpu>() == 24);
 
 // SAFETY: integers and arrays of them without padding (asserted by the size), valid for all bytes.
 unsafe impl aya::Pod for Slot {}
