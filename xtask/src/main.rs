@@ -3,6 +3,7 @@
 //! No dependencies on purpose: this program is what makes a machine ready for
 //! everything else, so it has to build in seconds.
 
+mod bpf;
 mod command;
 mod setup;
 mod tasks;
@@ -21,6 +22,9 @@ Tasks:
                              six moments, and each time the work ends as if nothing had happened
   test [ARGS...]             setup, then `cargo test --workspace ARGS`; says what was skipped
   bench NAME [--json FILE]   setup, then one bench, built for speed; without a name, lists them
+  accuracy [--traces DIR] [--count N] [--json FILE]
+                             setup, then recorded sessions in a sandbox, each turn's verdict beside the truth
+  bpf [--check]              the BPF objects from their source; with --check, whether they are the committed ones
   help                       this text
 
 Environment:
@@ -38,6 +42,8 @@ fn main() -> ExitCode {
         "demo" => tasks::demo(rest),
         "test" => tasks::test(rest),
         "bench" => tasks::bench(rest),
+        "accuracy" => tasks::accuracy(rest),
+        "bpf" => bpf::main(rest),
         "help" | "--help" | "-h" => {
             print!("{USAGE}");
             Ok(ExitCode::SUCCESS)

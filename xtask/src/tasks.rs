@@ -79,6 +79,12 @@ pub(crate) fn demo(arguments: &[String]) -> Result<ExitCode, String> {
     release("crab-examples", "demo", arguments)
 }
 
+/// `cargo xtask accuracy [ARGS...]`: setup, then the inspector's verdicts on recorded work beside the truth.
+pub(crate) fn accuracy(arguments: &[String]) -> Result<ExitCode, String> {
+    ready()?;
+    release("crab-benches", "crab-accuracy", arguments)
+}
+
 /// Builds a program of the workspace for speed and runs it.
 fn release(package: &str, program: &str, arguments: &[String]) -> Result<ExitCode, String> {
     let status = cargo()

@@ -40,7 +40,11 @@ fn listed(old: &Path, new: &Path) -> Result<BTreeMap<PathBuf, bool>, String> {
     // The reader may be gone before the last bytes are written.
     let sent = send.wait().map_err(|error| format!("lost btrfs send: {error}"))?;
     if !(sent.success() || sent.signal() == Some(SIGPIPE)) || !dump.status.success() {
-        return Err(format!("btrfs cannot tell the snapshots apart: {sent}, {}, {}", dump.status, String::from_utf8_lossy(&dump.stderr)));
+        return Err(format!(
+            "btrfs cannot tell the snapshots apart: {sent}, {}, {}",
+            dump.status,
+            String::from_utf8_lossy(&dump.stderr)
+        ));
     }
     let mut listed = BTreeMap::new();
     // New files go by a number until they are renamed: what is said of one belongs to the final path.

@@ -444,3 +444,28 @@ fn make_every_cpu_switch() {
         let _ = thread.join();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The objects of all architectures, also the one that cannot be loaded here.
+    #[test]
+    fn every_object_holds_every_program_and_map() {
+        for object in [
+            &include_bytes!("../../bpf/inspector.x86.bpf.o")[..],
+            &include_bytes!("../../bpf/inspector.arm64.bpf.o")[..],
+        ] {
+            let parsed = aya_obj::Object::parse(object).unwrap();
+            let needed = PROGRAMS.iter().chain(FileSystem::ALL.iter().flat_map(|what| what.programs()));
+            for (program, _) in needed {
+                assert!(parsed.programs.contains_key(*program), "{program}");
+            }
+            for map in ["sandboxes", "levels", "epochs", "slots", "running", "roots", "devices", "outside"] {
+                assert!(parsed.maps.contains_key(map), "{map}");
+            }
+            let size = |map: &str| parsed.maps[map].value_size() as usize;
+            assert_eq!((size("slots"), size("running")), (size_of::<Slot>(), size_of::<OnCpu>()));
+        }
+    }
+}
