@@ -53,11 +53,21 @@ pub(crate) fn sync_directory(path: &Path) -> Result<()> {
     sync().map_err(|e| Error::io(format!("sync the directory {}", path.display()), e))
 }
 
-/// Removes a directory and all that is in it. One that is not there is no error.
+/// Removes a directory and all that is in it. One that is not there is no error. A CRIU whose caller has died may still
+/// write into it, until it notices.
 pub(crate) fn remove_all(path: &Path) -> Result<()> {
-    match std::fs::remove_dir_all(path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(format!("remove {}", path.display()), e)),
-        _ => Ok(()),
+    let mut patience = 200;
+    loop {
+        match std::fs::remove_dir_all(path) {
+            Err(e) if e.kind() == std::io::ErrorKind::DirectoryNotEmpty && patience > 0 => {
+                patience -= 1;
+                std::thread::sleep(std::time::Duration::from_millis(10));
+            }
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Error::io(format!("remove {}", path.display()), e));
+            }
+            _ => return Ok(()),
+        }
     }
 }
 

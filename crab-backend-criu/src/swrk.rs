@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use crab_core::{Error, ErrorKind, Result};
 use prost::Message;
 use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+use rustix::process::{Pid, PidfdFlags};
 
 use crate::cgroup::timespec;
 use crate::proto::{Kind, Options, Request, Response};
@@ -45,6 +47,8 @@ impl Broken {
 #[derive(Debug)]
 pub(crate) struct Swrk {
     child: Child,
+    /// Tells when it has ended. The socket does not: tasks that it was restoring may hold that too.
+    end: OwnedFd,
     socket: OwnedFd,
     deadline: Option<Instant>,
 }
@@ -67,8 +71,16 @@ impl Swrk {
             .stdout(Stdio::null())
             .stderr(Stdio::null());
         surroundings.keep.push(theirs);
-        let child = sys::spawn(command, surroundings).map_err(failed)?;
-        Ok(Self { child, socket, deadline })
+        let mut child = sys::spawn(command, surroundings).map_err(failed)?;
+        let end = i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH);
+        match end.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty())) {
+            Ok(end) => Ok(Self { child, end, socket, deadline }),
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                Err(failed(error.into()))
+            }
+        }
     }
 
     /// CRIU's process.
@@ -103,7 +115,7 @@ impl Swrk {
     fn send(&self, request: &Request) -> Result<(), Broken> {
         match rustix::net::send(&self.socket, &request.encode_to_vec(), SendFlags::NOSIGNAL) {
             Ok(_) => Ok(()),
-            Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => Err(Broken::Ended),
+            Err(Errno::PIPE | Errno::CONNRESET) => Err(Broken::Ended),
             Err(error) => Err(Broken::Io(error.into())),
         }
     }
@@ -115,20 +127,22 @@ impl Swrk {
             if left == Some(Duration::ZERO) {
                 return Err(Broken::TimedOut);
             }
-            let mut wanted = [PollFd::new(&self.socket, PollFlags::IN)];
+            let mut wanted = [PollFd::new(&self.socket, PollFlags::IN), PollFd::new(&self.end, PollFlags::IN)];
             match rustix::event::poll(&mut wanted, left.map(timespec).as_ref()) {
-                Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+                Ok(0) | Err(Errno::INTR) => continue,
+                // Its last word first.
+                Ok(_) if wanted[0].revents().is_empty() => return Err(Broken::Ended),
                 Ok(_) => {}
                 Err(error) => return Err(Broken::Io(error.into())),
             }
             let mut buffer = vec![0_u8; 64 << 10];
             return match rustix::net::recv(&self.socket, &mut buffer[..], RecvFlags::TRUNC) {
-                Ok((_, 0)) | Err(rustix::io::Errno::CONNRESET) => Err(Broken::Ended),
+                Ok((_, 0)) | Err(Errno::CONNRESET) => Err(Broken::Ended),
                 Ok((_, length)) => {
                     let bytes = buffer.get(..length).ok_or_else(|| invalid("a message of CRIU is too long"))?;
                     Response::decode(bytes).map_err(|e| invalid(&format!("a message of CRIU cannot be read: {e}")))
                 }
-                Err(rustix::io::Errno::INTR) => continue,
+                Err(Errno::INTR) => continue,
                 Err(error) => Err(Broken::Io(error.into())),
             };
         }
@@ -136,13 +150,12 @@ impl Swrk {
 
     /// Waits until CRIU has ended after its last word; kills it where it does not.
     pub(crate) fn finish(mut self) -> std::io::Result<ExitStatus> {
-        // Its end of the socket closes with it.
         let end = Instant::now() + GRACE;
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            let mut wanted = [PollFd::new(&self.socket, PollFlags::empty())];
+            let mut wanted = [PollFd::new(&self.end, PollFlags::IN)];
             match rustix::event::poll(&mut wanted, Some(&timespec(left))) {
-                Err(rustix::io::Errno::INTR) => continue,
+                Err(Errno::INTR) => continue,
                 Ok(0) | Err(_) => self.child.kill()?,
                 Ok(_) => {}
             }

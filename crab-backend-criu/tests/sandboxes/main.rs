@@ -6,6 +6,7 @@
 mod breaking;
 mod conforming;
 mod contents;
+mod dying;
 mod externals;
 mod files_of_the_cut;
 mod kinds;
