@@ -2,7 +2,7 @@
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
-const HOP_BY_HOP: [HeaderName; 8] = [
+const HOP_BY_HOP: [HeaderName; 9] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
@@ -11,6 +11,7 @@ const HOP_BY_HOP: [HeaderName; 8] = [
     header::TE,
     header::TRANSFER_ENCODING,
     header::UPGRADE,
+    HeaderName::from_static("http2-settings"),
 ];
 
 /// Removes what concerns this connection only: the fixed set, and whatever `Connection` names. `TE: trailers` stays,
@@ -34,10 +35,17 @@ pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// Whether this request asks for another protocol, and which.
+/// Whether this request asks for another protocol, and which. An offer of another version of HTTP, or of TLS, is not
+/// taken: the client goes on without, and inside of it turns would pass unseen.
 pub(crate) fn upgrade_wanted(headers: &HeaderMap) -> Option<HeaderValue> {
     let asks = headers.get_all(header::CONNECTION).iter().any(|value| lists(value, "upgrade"));
-    asks.then(|| headers.get(header::UPGRADE).cloned()).flatten()
+    let wanted = headers.get(header::UPGRADE).filter(|_| asks)?;
+    let is_http = |name: &str| {
+        let name = name.trim().to_ascii_lowercase();
+        name.starts_with("h2c") || name.starts_with("http/") || name.starts_with("tls/")
+    };
+    let carried = wanted.to_str().is_ok_and(|names| !names.split(',').any(is_http));
+    carried.then(|| wanted.clone())
 }
 
 /// Whether a comma-separated value holds this token.
@@ -82,5 +90,8 @@ mod tests {
         assert!(upgrade_wanted(&map(&[("connection", "Upgrade")])).is_none());
         let both = map(&[("connection", "keep-alive, Upgrade"), ("upgrade", "websocket")]);
         assert_eq!(upgrade_wanted(&both).unwrap(), "websocket");
+        for http in ["h2c", "websocket, h2c", "HTTP/2.0", "TLS/1.2"] {
+            assert!(upgrade_wanted(&map(&[("connection", "upgrade"), ("upgrade", http)])).is_none(), "{http}");
+        }
     }
 }

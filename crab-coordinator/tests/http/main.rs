@@ -6,6 +6,7 @@ mod support;
 
 mod added_provider;
 mod bad_input;
+mod curl;
 mod forwarding;
 mod gating;
 mod http2;
