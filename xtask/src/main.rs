@@ -7,6 +7,7 @@ mod bpf;
 mod command;
 mod setup;
 mod tasks;
+mod vm;
 
 use std::process::ExitCode;
 
@@ -20,7 +21,10 @@ Tasks:
   demo [--seed N] [--crash-at TURN|random] [--json FILE]
                              setup, then the main job to watch: an agent's sandbox and Crab are killed at
                              six moments, and each time the work ends as if nothing had happened
-  test [ARGS...]             setup, then `cargo test --workspace ARGS`; says what was skipped
+  test [--no-vm] [ARGS...]   setup, then `cargo test --workspace ARGS`, then the tests that need a virtual
+                             machine where there are no ARGS; says what was skipped. --no-vm leaves
+                             the virtual machine out
+  vm test [--filter TEXT]    only the tests that need a virtual machine; `vm build` makes its image
   bench NAME [--json FILE]   setup, then one bench, built for speed; without a name, lists them
   accuracy [--traces DIR] [--count N] [--json FILE]
                              setup, then recorded sessions in a sandbox, each turn's verdict beside the truth
@@ -29,6 +33,8 @@ Tasks:
 
 Environment:
   CRAB_HOME                  where setup puts things (default /var/lib/crab)
+  CRAB_VM                    an image of the virtual machine, packed or a directory (default CRAB_HOME/vm)
+  CRAB_VM_ACCEL              how QEMU runs it, such as kvm (default: emulated, which works anywhere)
 ";
 
 fn main() -> ExitCode {
@@ -41,6 +47,7 @@ fn main() -> ExitCode {
         "setup" => setup::main(rest),
         "demo" => tasks::demo(rest),
         "test" => tasks::test(rest),
+        "vm" => vm::main(rest),
         "bench" => tasks::bench(rest),
         "accuracy" => tasks::accuracy(rest),
         "bpf" => bpf::main(rest),

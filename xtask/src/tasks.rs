@@ -3,11 +3,18 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Command, ExitCode, ExitStatus, Stdio};
 
-use crate::setup;
+use crate::{setup, vm};
 
-/// `cargo xtask test`: setup, the whole workspace's tests, and a list of what they skipped.
+/// Leaves the virtual machine out.
+const NO_VM: &str = "--no-vm";
+
+/// `cargo xtask test`: setup, the whole workspace's tests, those that need the virtual machine, and a list of what was
+/// skipped.
 pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
     ready()?;
+    let without_vm = arguments.iter().take_while(|a| *a != "--").any(|a| a == NO_VM);
+    let arguments: Vec<String> = arguments.iter().filter(|a| *a != NO_VM).cloned().collect();
+    let arguments = arguments.as_slice();
     // Without --show-output, the harness would swallow the `skipped:` lines of tests that pass.
     let (cargo_arguments, harness_arguments) = match arguments.iter().position(|a| a == "--") {
         Some(at) => (&arguments[..at], &arguments[at + 1..]),
@@ -56,14 +63,39 @@ pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
     let status = child.wait().map_err(|error| format!("lost cargo test: {error}"))?;
     skipped.sort();
     skipped.dedup();
+    let in_vm = if without_vm {
+        Err(format!("the virtual machine ({NO_VM})"))
+    } else if !arguments.is_empty() {
+        Err("the virtual machine (it runs only without arguments; see `cargo xtask vm test`)".to_owned())
+    } else {
+        println!("xtask: now the tests that need a virtual machine ({NO_VM} leaves them out)");
+        match vm::image() {
+            Ok(image) => Ok(vm::run_suites(&image, None)),
+            Err(message) => Err(format!("the virtual machine ({message})")),
+        }
+    };
     println!("xtask: {} kinds of test skipped on this machine", skipped.len());
     for what in &skipped {
         println!("xtask:   skipped: {what}");
     }
+    let vm_is_good = match in_vm {
+        Ok(Ok(outcome)) => {
+            outcome.print();
+            outcome.is_good()
+        }
+        Ok(Err(message)) => {
+            println!("xtask: the tests in the virtual machine FAILED: {message}");
+            false
+        }
+        Err(message) => {
+            println!("xtask:   skipped: {message}");
+            true
+        }
+    };
     if let Some(last) = closing {
         println!("\n{last}\n");
     }
-    Ok(exit_code(status))
+    Ok(if vm_is_good { exit_code(status) } else { ExitCode::FAILURE })
 }
 
 /// `cargo xtask bench NAME [--json FILE]`: setup, then one bench, built for speed.
@@ -101,7 +133,7 @@ fn ready() -> Result<(), String> {
 }
 
 /// cargo, told where setup put things.
-fn cargo() -> Command {
+pub(crate) fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     let home = setup::Home::from_environment();
     command.env("CRAB_HOME", home.path());

@@ -6,10 +6,10 @@ use super::write;
 use crate::command;
 
 /// The keys that Debian signs its archive with.
-pub(super) const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+pub(crate) const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// The URI of the Debian main archive that this system is set up to use.
-pub(super) fn mirror() -> Result<String, String> {
+pub(crate) fn mirror() -> Result<String, String> {
     let mut files = vec![std::path::PathBuf::from("/etc/apt/sources.list")];
     if let Ok(directory) = std::fs::read_dir("/etc/apt/sources.list.d") {
         let mut parts: Vec<_> = directory.flatten().map(|entry| entry.path()).collect();
@@ -101,7 +101,7 @@ fn mirror_in_list(text: &str) -> Option<String> {
 }
 
 /// The host's own ways to reach its mirror (proxies, certificates), to be kept by a private apt.
-pub(super) fn transport_options() -> Vec<String> {
+pub(crate) fn transport_options() -> Vec<String> {
     let dump = command::output(command::system("apt-config").arg("dump")).unwrap_or_default();
     dump.lines()
         .filter(|line| {

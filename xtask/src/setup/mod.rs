@@ -5,7 +5,7 @@
 //! reboot left undone. The host's apt sources and libc are never touched.
 
 mod agents;
-mod apt;
+pub(crate) mod apt;
 mod base;
 mod criu;
 mod host;

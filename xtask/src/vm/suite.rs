@@ -1,0 +1,204 @@
+//! Which tests run in the virtual machine, and what became of them.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use super::boot;
+use super::image::{Image, remove};
+use crate::tasks;
+
+/// The packages whose tests run in the guest: of each the programs, all where none is named, and the words of which one
+/// must be in a test's name, where there are any. `CRAB_IN_VM` tells tests that they run there.
+const SUITES: &[(&str, &[&str], &[&str])] =
+    &[("crab-backend-zfs", &[], &[]), ("crab-backend-btrfs", &["conforms", "captures", "restores"], &[])];
+
+/// More than it takes; a guest that hangs is ended.
+const LIMIT: Duration = Duration::from_secs(30 * 60);
+/// How a suite begins in the guest's output.
+const MARK: &str = "crab-vm-suite ";
+
+/// A built test program.
+struct Program {
+    package: &'static str,
+    name: String,
+    path: PathBuf,
+    words: &'static [&'static str],
+}
+
+/// What became of one test program.
+#[derive(Debug, Default)]
+struct Suite {
+    name: String,
+    /// Its closing line, where it came to its end.
+    result: Option<String>,
+    failed: Vec<String>,
+}
+
+/// What became of all.
+#[derive(Debug, Default)]
+pub(crate) struct Outcome {
+    suites: Vec<Suite>,
+    /// What tests said that they skipped.
+    pub(crate) skipped: Vec<String>,
+    took: Duration,
+}
+
+impl Outcome {
+    /// Whether every program came to its end without a failure.
+    pub(crate) fn is_good(&self) -> bool {
+        self.suites.iter().all(|suite| suite.result.as_ref().is_some_and(|r| r.starts_with("test result: ok")))
+    }
+
+    /// Tells it.
+    pub(crate) fn print(&self) {
+        let mut counts = [0_u64; 2];
+        for suite in &self.suites {
+            let result = suite.result.as_deref().unwrap_or("did not come to its end");
+            println!("vm: {}: {}", suite.name, result.trim_start_matches("test result: "));
+            for failed in &suite.failed {
+                println!("vm:   FAILED {failed}");
+            }
+            counts[0] += number(result, " passed");
+            counts[1] += number(result, " failed");
+        }
+        println!(
+            "vm: {} passed and {} failed in {} test programs, in {} s",
+            counts[0],
+            counts[1],
+            self.suites.len(),
+            self.took.as_secs()
+        );
+        let mut skipped = self.skipped.clone();
+        skipped.sort();
+        skipped.dedup();
+        for what in skipped {
+            println!("vm:   skipped: {what}");
+        }
+    }
+}
+
+/// The number before a word of a closing line.
+fn number(result: &str, word: &str) -> u64 {
+    let before = result.split(word).next().filter(|before| before.len() < result.len()).unwrap_or_default();
+    before.rsplit(' ').next().and_then(|number| number.parse().ok()).unwrap_or(0)
+}
+
+/// Builds the tests, runs those that the filter lets through in one boot, and prints what they print.
+pub(crate) fn run(image: &Image, filter: Option<&str>) -> Result<Outcome, String> {
+    let begun = Instant::now();
+    let (mut programs, mut test_filter) = (Vec::new(), None);
+    for (package, names, words) in SUITES {
+        let built = build(package, words)?;
+        programs.extend(built.into_iter().filter(|p| names.is_empty() || names.contains(&p.name.as_str())));
+    }
+    if let Some(filter) = filter {
+        let named = |program: &Program| format!("{}/{}", program.package, program.name).contains(filter);
+        if programs.iter().any(named) {
+            programs.retain(named);
+        } else {
+            test_filter = Some(filter);
+        }
+    }
+    let share = share(&programs, test_filter)?;
+    println!("vm: booting, with {} test programs", programs.len());
+    let mut outcome = Outcome::default();
+    let code = boot::boot(image, &share, LIMIT, |line| {
+        if let Some(name) = line.strip_prefix(MARK) {
+            outcome.suites.push(Suite { name: name.to_owned(), ..Suite::default() });
+        } else if let Some(suite) = outcome.suites.last_mut() {
+            if line.starts_with("test result: ") {
+                suite.result = Some(line.to_owned());
+            }
+            if let Some(name) = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED")) {
+                suite.failed.push(name.to_owned());
+            }
+            if let Some(what) = line.trim_start().strip_prefix("skipped: ") {
+                outcome.skipped.push(what.to_owned());
+            }
+        }
+        println!("{line}");
+    });
+    let left = remove(&share);
+    outcome.took = begun.elapsed();
+    code?;
+    left?;
+    if outcome.suites.len() < programs.len() {
+        return Err(format!("only {} of {} test programs were run", outcome.suites.len(), programs.len()));
+    }
+    Ok(outcome)
+}
+
+/// Builds a package's tests.
+fn build(package: &'static str, words: &'static [&'static str]) -> Result<Vec<Program>, String> {
+    let output = tasks::cargo()
+        .args(["test", "--no-run", "--package", package])
+        .stderr(Stdio::piped())
+        .output()
+        .map_err(|error| format!("cannot start cargo: {error}"))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success() {
+        return Err(format!("the tests of {package} cannot be built:\n{said}"));
+    }
+    Ok(said.lines().filter_map(executable).map(|(name, path)| Program { package, name, path, words }).collect())
+}
+
+/// The name and path of a test program in one line of cargo's.
+fn executable(line: &str) -> Option<(String, PathBuf)> {
+    let (what, path) = line.trim().strip_prefix("Executable ")?.strip_suffix(')')?.split_once(" (")?;
+    let name = what.rsplit(' ').next()?.trim_start_matches("tests/").trim_end_matches(".rs");
+    Some((name.trim_start_matches("src/").replace('/', "-"), path.into()))
+}
+
+/// The directory that the guest sees: the programs, and the script that runs them.
+fn share(programs: &[Program], test_filter: Option<&str>) -> Result<PathBuf, String> {
+    // Beside the programs, so that they need not be copied.
+    let first = programs.first().ok_or("there is nothing to run")?;
+    let share = first.path.parent().unwrap_or(Path::new(".")).join("crab-vm-share");
+    let share = std::path::absolute(&share).map_err(|error| format!("cannot find {}: {error}", share.display()))?;
+    remove(&share)?;
+    std::fs::create_dir_all(&share).map_err(|error| format!("cannot make {}: {error}", share.display()))?;
+    let mut script = String::from(
+        "export CRAB_IN_VM=1 CRAB_CRIU=/usr/sbin/criu CRAB_HOME=/tmp/crab RUST_BACKTRACE=1\nmkdir -p /tmp/crab\ncd /tmp\n",
+    );
+    for (number, program) in programs.iter().enumerate() {
+        let file = format!("test-{number}");
+        let to = share.join(&file);
+        std::fs::hard_link(&program.path, &to)
+            .or_else(|_| std::fs::copy(&program.path, &to).map(drop))
+            .map_err(|error| format!("cannot copy {}: {error}", program.path.display()))?;
+        let words = test_filter.map_or(program.words.join(" "), |filter| format!("'{}'", filter.replace('\'', "")));
+        script.push_str(&format!(
+            "echo '{MARK}{}/{}'\n/mnt/share/{file} --show-output --test-threads=4 {words}\n",
+            program.package, program.name
+        ));
+    }
+    let path = share.join("run");
+    std::fs::write(&path, script).map_err(|error| format!("cannot write {}: {error}", path.display()))?;
+    Ok(share)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_programs_are_read_off_what_cargo_says() {
+        let (name, path) = executable("  Executable tests/conforms.rs (target/debug/deps/conforms-3613)").unwrap();
+        assert_eq!((name.as_str(), path), ("conforms", PathBuf::from("target/debug/deps/conforms-3613")));
+        assert_eq!(executable("  Executable unittests src/lib.rs (/t/a-1)").unwrap().0, "lib");
+        assert_eq!(executable("  Executable tests/http/main.rs (/t/http-1)").unwrap().0, "http-main");
+        assert_eq!(executable("   Compiling crab-core v0.1.0 (/x/crab-core)"), None);
+    }
+
+    #[test]
+    fn a_program_without_a_closing_line_has_failed() {
+        let good = "test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.2s";
+        let suite = |result: Option<&str>| Suite { result: result.map(str::to_owned), ..Suite::default() };
+        let outcome = |suites| Outcome { suites, ..Outcome::default() };
+        assert!(outcome(vec![suite(Some(good))]).is_good());
+        assert!(!outcome(vec![suite(Some(good)), suite(None)]).is_good());
+        assert!(!outcome(vec![suite(Some("test result: FAILED. 2 passed; 1 failed"))]).is_good());
+        assert_eq!((number(good, " passed"), number(good, " failed"), number("", " passed")), (3, 0, 0));
+    }
+}
