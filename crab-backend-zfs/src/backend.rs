@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use crab_core::{
-    Artifact, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, ErrorKind, RestoreTarget,
-    Restored, Result, SandboxId, Space,
+    Artifact, ByteStream, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, ErrorKind,
+    ExportRequest, FileChanges, ImportRequest, RestoreTarget, Restored, Result, SandboxId, Space,
 };
 
 use crate::capture::{self, ZfsCaptured, nested};
@@ -15,7 +15,7 @@ use crate::place::Place;
 use crate::pool::Finish;
 use crate::restore::{Restorer, Steps, Straight, branch};
 use crate::versions::{self, NAME, Versions};
-use crate::{blocking, busy, failure};
+use crate::{blocking, busy, diff, failure, transfer};
 
 /// Saves a sandbox's files as a snapshot of the ZFS dataset that its root is.
 ///
@@ -100,7 +100,7 @@ impl CheckpointBackend for ZfsBackend {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::default().with_keeps_replaced().with_forks().with_accounts()
+        Capabilities::default().with_keeps_replaced().with_forks().with_diffs().with_accounts().with_exports()
     }
 
     async fn recover(&self) -> Result<()> {
@@ -160,6 +160,22 @@ impl CheckpointBackend for ZfsBackend {
         Some(root.join(".zfs/snapshot").join(found.name.split_once('@')?.1))
     }
 
+    /// As the contract says. Costs a look at every name in both artifacts, and reads what may have changed.
+    async fn diff(&self, from: &Artifact, to: &Artifact) -> Result<Box<dyn FileChanges>> {
+        diff::diff(&self.versions, from, to).await
+    }
+
+    /// As the contract says. A base must be an earlier state of the same line: what was captured after a restore to an
+    /// older version is not a later state of what came before the restore. Encrypted roots are sent encrypted.
+    async fn export(&self, request: ExportRequest<'_>) -> Result<Box<dyn ByteStream>> {
+        transfer::export(&self.versions, request).await
+    }
+
+    /// As the contract says. An import that was cut short is begun anew.
+    async fn import(&self, request: ImportRequest<'_>) -> Result<Artifact> {
+        transfer::import(&self.versions, request).await
+    }
+
     async fn space(&self, artifact: &Artifact) -> Result<Space> {
         let (versions, artifact) = (Arc::clone(&self.versions), artifact.clone());
         blocking::run(move || {
@@ -213,6 +229,9 @@ fn recover(versions: &Versions, restorer: &Restorer) -> Result<()> {
     }
     for sandbox in &homes {
         let _locked = versions.lock([sandbox]);
+        if let Err(error) = transfer::give_up(versions, sandbox) {
+            note(&format!("the imports of {sandbox}"), error);
+        }
         if let Err(error) = versions.pool().finish(&Finish { home: &versions.home(sandbox), ..Finish::default() }) {
             note(&format!("the branches of {sandbox}"), error);
         }

@@ -33,7 +33,9 @@ mod blocking;
 mod busy;
 mod capture;
 pub mod dataset;
+mod diff;
 mod failure;
+mod frames;
 mod journal;
 mod locks;
 mod mounts;
@@ -42,6 +44,7 @@ mod pool;
 mod properties;
 mod restore;
 mod sys;
+mod transfer;
 mod versions;
 
 pub use backend::ZfsBackend;

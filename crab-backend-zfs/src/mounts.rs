@@ -8,7 +8,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use crab_core::{Error, ErrorKind, Result};
-use rustix::fs::CWD;
+use rustix::fs::{CWD, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
 
@@ -129,7 +129,15 @@ impl Mounts {
 /// A filesystem that is mounted nowhere yet.
 pub(crate) struct Detached(OwnedFd);
 
-/// Makes a dataset ready to be put in place, with the same options as another mount.
+impl Detached {
+    /// Opens its uppermost directory.
+    pub(crate) fn open(&self) -> Result<OwnedFd> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        rustix::fs::openat(&self.0, ".", flags, Mode::empty()).map_err(|errno| failure::system("open a version", errno))
+    }
+}
+
+/// Makes a dataset or snapshot ready to be put in place, with the same options as another mount.
 pub(crate) fn detached(dataset: &str, like: Option<&Mount>) -> Result<Detached> {
     let what = |errno: Errno| match errno {
         Errno::ACCESS => Error::new(ErrorKind::Unsupported, format!("the key of the dataset {dataset} is not loaded"))

@@ -13,6 +13,7 @@ const LOOK: &str = include_str!("programs/look.lua");
 const FIND: &str = include_str!("programs/find.lua");
 const CAPTURE: &str = include_str!("programs/capture.lua");
 const BEGIN: &str = include_str!("programs/begin.lua");
+const MARK: &str = include_str!("programs/mark.lua");
 const FINISH: &str = include_str!("programs/finish.lua");
 
 /// The tag under which every version is held.
@@ -44,8 +45,7 @@ pub(crate) struct Dataset {
     pub(crate) is_filesystem: bool,
     /// The snapshot that it was cloned from.
     pub(crate) origin: Option<String>,
-    /// Encrypted, and the key is not there.
-    pub(crate) locked: bool,
+    pub(crate) encrypted: bool,
     /// Which restore made it.
     pub(crate) clone: Option<String>,
     /// The journal of the last restore, on the datasets that have one.
@@ -78,6 +78,8 @@ pub(crate) struct Found {
     pub(crate) used: u64,
     /// Bytes that it refers to.
     pub(crate) referenced: u64,
+    /// When it was taken, in seconds since 1970.
+    pub(crate) created: u64,
 }
 
 impl Found {
@@ -172,7 +174,7 @@ impl Dataset {
             guid: number(map, "guid"),
             is_filesystem: map.get("kind").and_then(Value::text) == Some("filesystem"),
             origin: text(map, "origin").filter(|origin| !origin.is_empty()),
-            locked: map.get("keys").and_then(Value::text) == Some("unavailable"),
+            encrypted: map.get("keys").and_then(Value::text).is_some_and(|keys| keys != "none" && keys != "-"),
             clone: text(map, "clone"),
             journal: text(map, "journal"),
             format: text(map, "format"),
@@ -201,6 +203,7 @@ impl Found {
             made: number(map, "made"),
             used: number(map, "used"),
             referenced: number(map, "referenced"),
+            created: number(map, "created"),
         })
     }
 }
@@ -358,6 +361,21 @@ impl Pool {
         let what = "begin a restore";
         let errno =
             self.calls.program(&self.name, BEGIN, &arguments).map_err(|failed| self.program_failed(what, failed))?;
+        match errno.number().and_then(|errno| c_int::try_from(errno).ok()) {
+            Some(0) => Ok(()),
+            errno => Err(self.program_failed(what, Failed { errno: errno.unwrap_or(5), said: None })),
+        }
+    }
+
+    /// Marks a snapshot that is there already.
+    pub(crate) fn mark(&self, wanted: &Wanted) -> Result<()> {
+        let arguments = Map::from([
+            ("snapshot".to_owned(), wanted.snapshot.as_str().into()),
+            ("marks".to_owned(), Value::Map(wanted.marks.clone())),
+        ]);
+        let what = "mark a snapshot";
+        let errno =
+            self.calls.program(&self.name, MARK, &arguments).map_err(|failed| self.program_failed(what, failed))?;
         match errno.number().and_then(|errno| c_int::try_from(errno).ok()) {
             Some(0) => Ok(()),
             errno => Err(self.program_failed(what, Failed { errno: errno.unwrap_or(5), said: None })),

@@ -19,6 +19,7 @@ enum Act {
     Capture,
     Discard,
     Restore { version: usize, keep: bool },
+    Fork { version: usize },
     Remove { version: usize },
     Reopen,
 }
@@ -30,7 +31,8 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
         3 => Just(Act::Capture),
         1 => Just(Act::Discard),
         3 => (any::<usize>(), any::<bool>()).prop_map(|(version, keep)| Act::Restore { version, keep }),
-        1 => any::<usize>().prop_map(|version| Act::Remove { version }),
+        1 => any::<usize>().prop_map(|version| Act::Fork { version }),
+        2 => any::<usize>().prop_map(|version| Act::Remove { version }),
         1 => Just(Act::Reopen),
     ];
     prop::collection::vec(act, 1..25)
@@ -43,6 +45,7 @@ struct Model {
     root: Files,
     versions: BTreeMap<String, (Artifact, Files)>,
     removed: Vec<Artifact>,
+    forks: Vec<(Sandbox, Files)>,
 }
 
 impl Model {
@@ -57,16 +60,34 @@ impl Model {
             backend.list(&sandbox.id).await.unwrap().into_iter().map(|a| a.id.as_str().to_owned()).collect();
         listed.sort();
         assert_eq!(listed, self.versions.keys().cloned().collect::<Vec<_>>());
-        for (artifact, content) in self.versions.values() {
+        for (artifact, _) in self.versions.values() {
             backend.verify(artifact).await.unwrap();
-            // Others stand on a dataset that is mounted nowhere, and are looked at when they are restored.
-            if let Some(tree) = backend.tree(artifact) {
-                assert_eq!(files(&tree), *content);
-            }
         }
         for artifact in &self.removed {
             assert_eq!(backend.verify(artifact).await.unwrap_err().kind(), ErrorKind::NotFound);
         }
+    }
+
+    /// At the end all versions are looked into, and everything goes.
+    async fn end(self, pool: &Pool, backend: &ZfsBackend, sandbox: &Sandbox) {
+        for (artifact, content) in self.versions.values() {
+            // Others stand on a dataset that is mounted nowhere.
+            if let Some(tree) = backend.tree(artifact) {
+                assert_eq!(files(&tree), *content);
+            }
+        }
+        let mut doomed = self.forks;
+        doomed.push((sandbox.clone(), self.root));
+        for (sandbox, content) in doomed {
+            assert_eq!(files(&sandbox.root), content);
+            backend.delete_root(&sandbox.id, &sandbox.root).await.unwrap();
+            assert!(!sandbox.root.exists());
+        }
+        for (artifact, _) in self.versions.values() {
+            backend.verify(artifact).await.unwrap();
+            backend.remove(artifact).await.unwrap();
+        }
+        assert_eq!(pool.all(), Vec::<String>::new(), "nothing is left");
     }
 }
 
@@ -101,6 +122,13 @@ async fn play(pool: &Pool, name: &str, acts: &[Act]) {
                     model.versions.insert(id, (artifact, old));
                 }
             }
+            Act::Fork { version } => {
+                let Some(version) = model.pick(*version) else { continue };
+                let (artifact, content) = model.versions[&version].clone();
+                let fork = pool.rootless(&format!("{name}-fork-{n}"));
+                restore(&backend, &artifact, &fork, "fork", None).await.unwrap();
+                model.forks.push((fork, content));
+            }
             Act::Remove { version } => {
                 let Some(version) = model.pick(*version) else { continue };
                 let (artifact, _) = model.versions.remove(&version).unwrap();
@@ -114,6 +142,7 @@ async fn play(pool: &Pool, name: &str, acts: &[Act]) {
         }
         model.check(&backend, &sandbox).await;
     }
+    model.end(pool, &backend, &sandbox).await;
 }
 
 #[test]
@@ -121,7 +150,7 @@ fn any_sequence_does_what_the_model_does() {
     let Some(pool) = Pool::new() else { return };
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let next = AtomicU64::new(0);
-    proptest!(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() }, |(acts in acts())| {
+    proptest!(ProptestConfig { cases: 4, failure_persistence: None, ..ProptestConfig::default() }, |(acts in acts())| {
         let name = format!("box-{}", next.fetch_add(1, Ordering::Relaxed));
         runtime.block_on(play(&pool, &name, &acts));
     });

@@ -13,6 +13,7 @@ local function add(snapshot)
         found[snapshot] = {
             guid = (zfs.get_prop(snapshot, "guid")),
             made = (zfs.get_prop(snapshot, "createtxg")),
+            created = (zfs.get_prop(snapshot, "creation")),
             removed = (zfs.get_prop(snapshot, "defer_destroy")),
             used = (zfs.get_prop(snapshot, "used")),
             referenced = (zfs.get_prop(snapshot, "referenced")),

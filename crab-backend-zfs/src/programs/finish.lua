@@ -44,7 +44,7 @@ if zfs.exists(args.home) then
     local left = 0
     for _, child in ipairs(children) do
         local last = last_snapshot(child)
-        if child == below .. "next" or child == below .. "incoming" then
+        if child == below .. "next" or string.sub(child, 1, #below + 9) == below .. "incoming-" then
             left = left + 1
         elseif last then
             left = left + 1

@@ -3,9 +3,12 @@
 #![allow(unsafe_code, reason = "the library's functions are called")]
 
 use std::ffi::c_int;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr;
 
-use super::bindings::{LZC_DATSET_TYPE_ZFS, LibZfsCore};
+use super::bindings::{
+    LZC_DATSET_TYPE_ZFS, LZC_SEND_FLAG_COMPRESS, LZC_SEND_FLAG_LARGE_BLOCK, LZC_SEND_FLAG_RAW, LibZfsCore,
+};
 use super::library;
 use super::nvlist::{Map, NvList, Returned, Value, text};
 
@@ -163,6 +166,42 @@ impl Calls {
             return Err(Failed { errno, said });
         }
         Ok(returned.remove("return").unwrap_or(Value::Flag))
+    }
+
+    /// Writes a snapshot to a pipe as a stream: all of it, or what differs from an earlier one. `raw`: its blocks as they
+    /// are on the disk, encrypted.
+    pub(crate) fn send(self, snapshot: &str, from: Option<&str>, into: BorrowedFd<'_>, raw: bool) -> Outcome {
+        let (snapshot, from) = (text(snapshot)?, from.map(text).transpose()?);
+        let flags = LZC_SEND_FLAG_LARGE_BLOCK | LZC_SEND_FLAG_COMPRESS | if raw { LZC_SEND_FLAG_RAW } else { 0 };
+        let from = from.as_ref().map_or(ptr::null(), |from| from.as_ptr());
+        // SAFETY: names and descriptor live through the call.
+        done(unsafe { self.0.lzc_send(snapshot.as_ptr(), from, into.as_raw_fd(), flags) })
+    }
+
+    /// Makes a snapshot and its filesystem, which must not exist, from a stream; one that holds only differences on top
+    /// of `origin`. Where it fails nothing stays.
+    pub(crate) fn receive(
+        self,
+        snapshot: &str,
+        properties: &Map,
+        origin: Option<&str>,
+        raw: bool,
+        from: BorrowedFd<'_>,
+    ) -> Outcome {
+        let (snapshot, origin) = (text(snapshot)?, origin.map(text).transpose()?);
+        let properties = NvList::of(self.0, properties)?;
+        let origin = origin.as_ref().map_or(ptr::null(), |origin| origin.as_ptr());
+        // SAFETY: names, list and descriptor live through the call.
+        done(unsafe {
+            self.0.lzc_receive(
+                snapshot.as_ptr(),
+                properties.as_ptr(),
+                origin,
+                false.into(),
+                raw.into(),
+                from.as_raw_fd(),
+            )
+        })
     }
 }
 
