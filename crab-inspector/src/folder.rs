@@ -100,6 +100,13 @@ fn upper_in(table: &[u8], mount: u64) -> Option<PathBuf> {
     path.is_absolute().then_some(path)
 }
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn read_any(data: &[u8]) {
+    for mount in 0..12 {
+        let _ = upper_in(data, mount);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

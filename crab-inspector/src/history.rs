@@ -120,6 +120,8 @@ pub(crate) struct History {
     intervals: VecDeque<Interval>,
     /// What is older is of no interest any more.
     first: u64,
+    /// Intervals up to this one are no longer kept apart.
+    joined: u64,
 }
 
 impl History {
@@ -131,8 +133,10 @@ impl History {
         // An old one may have been joined into one that bears a later number.
         let at = self.intervals.partition_point(|known| known.epoch < interval.epoch);
         match self.intervals.get_mut(at) {
-            Some(known) => known.join(&interval),
-            None => self.intervals.push_back(interval),
+            Some(known) if known.epoch == interval.epoch || interval.epoch <= self.joined => known.join(&interval),
+            // Nothing that happened adds nothing: most intervals are so.
+            _ if interval == Interval::quiet(interval.epoch) => {}
+            _ => self.intervals.insert(at, interval),
         }
         while self.intervals.len() > KEPT {
             let (Some(mut first), Some(second)) = (self.intervals.pop_front(), self.intervals.pop_front()) else {
@@ -141,6 +145,7 @@ impl History {
             first.join(&second);
             // Versions between the two see both: they may see too much, never too little.
             first.epoch = second.epoch;
+            self.joined = second.epoch;
             self.intervals.push_front(first);
         }
     }

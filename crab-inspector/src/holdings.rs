@@ -317,6 +317,12 @@ impl<'a> Mapping<'a> {
     }
 }
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn read_any(data: &[u8]) {
+    let _ = (Mapping::parse(data), may_become_writable(data), number(data, b"pipe:["));
+    let _ = waiting(&String::from_utf8_lossy(data));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -649,7 +649,7 @@ fn failed(error: &io::Error) -> Change {
     Change::Unknown(Unknown::Failed(why))
 }
 
-fn address(to: &Destination) -> SocketAddr {
+pub(crate) fn address(to: &Destination) -> SocketAddr {
     let ip = if to.family == 2 {
         let [a, b, c, d, ..] = to.address;
         IpAddr::V4(Ipv4Addr::new(a, b, c, d))

@@ -10,6 +10,9 @@ mod btrfs;
 mod cgroup;
 mod filesystem;
 mod folder;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod history;
 mod holdings;
 mod inspector;

@@ -139,6 +139,11 @@ pub(crate) fn unescape(mut text: &[u8]) -> Vec<u8> {
     plain
 }
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn read_any(data: &[u8]) {
+    let _ = parse(data);
+}
+
 /// All tmpfs that were looked at.
 #[derive(Default)]
 struct Walk {

@@ -54,6 +54,7 @@ impl<W: Send + 'static> Registry<W> {
         if let Some(mut watched) = watched.try_lock()
             && let Some(delta) = at_once(&mut watched, self.token())
         {
+            report::unknowns(id, &delta);
             return delta;
         }
         let lost = self.token();

@@ -157,6 +157,11 @@ fn parse_schedstat(text: &str) -> Option<(u64, u64)> {
     Some((ran_for, runs))
 }
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn read_any(data: &[u8]) {
+    let _ = (parse_stat(data), parse_schedstat(&String::from_utf8_lossy(data)));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -55,7 +55,32 @@ fn probing_says_what_there_is() {
     }
     let probe = Inspector::probe();
     println!("{probe}");
-    assert!(probe.checks.len() > 2);
+    for what in ["soft-dirty pages", "CAP_BPF", "changes to btrfs", "changes to ext4", "cgroup v2"] {
+        assert!(probe.checks.iter().any(|check| check.what == what), "{what}");
+    }
+}
+
+#[test]
+fn bpf_and_perfmon_are_rights_enough() {
+    if !able(&["setpriv"]) || !Inspector::probe().works() {
+        return;
+    }
+    let output = std::process::Command::new("setpriv")
+        .args(["--bounding-set", "-all,+bpf,+perfmon", "--inh-caps", "-all"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "--ignored", "loading_with_the_rights_there_are"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+#[ignore = "run by another test, with fewer rights"]
+fn loading_with_the_rights_there_are() {
+    let rights = fs::read_to_string("/proc/self/status").unwrap();
+    let held = rights.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap();
+    assert_eq!(u64::from_str_radix(held.trim(), 16).unwrap(), 1 << 38 | 1 << 39);
+    Inspector::load().unwrap();
 }
 
 #[test]

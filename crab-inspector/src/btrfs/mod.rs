@@ -289,3 +289,8 @@ impl Pair for Trees<'_> {
 pub(crate) fn number_of(fd: &OwnedFd) -> io::Result<u64> {
     Ok(ioctl::subvolume_info(fd)?.tree)
 }
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn read_any(data: &[u8]) {
+    let _ = (items::inode(data), items::names(data), items::extent(data));
+}
