@@ -6,6 +6,7 @@ use crate::command;
 /// A tool and the package that brings it.
 const TOOLS: &[(&str, &str)] = &[
     ("mkfs.btrfs", "btrfs-progs"),
+    ("mkfs.xfs", "xfsprogs"),
     ("mmdebstrap", "mmdebstrap"),
     ("patchelf", "patchelf"),
     ("mount", "mount"),
