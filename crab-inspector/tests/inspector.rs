@@ -9,7 +9,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use common::{Bench, Live, able, assert_changed, assert_unchanged, has, shell};
-use crab_core::{Change, Evidence, Unknown};
+use crab_core::{Change, Evidence, StateDelta, Unknown};
 use crab_inspector::{Inspector, ProcessRule};
 
 fn bench_with(make: impl FnOnce() -> Inspector) -> Option<Bench<Inspector>> {
@@ -477,6 +477,34 @@ fn what_leaves_the_sandbox_is_told() {
     println!("{effects:?}");
     assert_eq!(effects.sent, Some(true));
     assert!(effects.destinations.contains(&"192.0.2.7:9".parse().unwrap()));
+}
+
+#[test]
+fn a_storm_in_one_sandbox_neither_hides_nor_feigns_a_change_of_another() {
+    let Some(bench) = bench() else { return };
+    let root = bench.image.path.join("neighbour");
+    common::run("btrfs", &[&"-q", &"subvolume", &"create", &root]);
+    let cgroup = common::Cgroup::new();
+    let neighbour = crab_core::Sandbox::new("neighbour".parse().unwrap(), &root, &cgroup.path);
+    common::block_on(bench.inspector.attach(&neighbour)).unwrap();
+    let take = || common::block_on(bench.inspector.take(&neighbour.id));
+    let token = take().token;
+    let tree = bench.image.path.join("neighbour-1");
+    common::run("btrfs", &[&"-q", &"subvolume", &"snapshot", &"-r", &root, &tree]);
+    let base = crab_core::Rebase { token, filesystem: true, process: true, tree: Some(tree) };
+    common::block_on(bench.inspector.rebase(&neighbour.id, &base));
+    let storm = "mkdir s; cd s; for i in $(seq 3000); do : > $(printf 'f%d\\377' $i); done; cd ..; rm -r s";
+    for round in 0..3 {
+        bench.sh(storm);
+        assert!(take().is_clean(), "round {round}: {:?}", take());
+    }
+    std::thread::scope(|scope| {
+        let noise = scope.spawn(|| bench.sh(storm));
+        cgroup.run(&root, "echo x > x");
+        assert_changed(&take().filesystem, "a write amid the storm");
+        noise.join().unwrap();
+    });
+    assert_changed(&take().filesystem, "and after it");
 }
 
 #[test]
