@@ -190,7 +190,8 @@ pub struct Rebase {
 #[async_trait]
 pub trait StateDelta: Send + Sync {
     /// Begins to watch a sandbox. Until the first [`rebase`](Self::rebase) both domains are
-    /// [`Unknown::NoBase`]. Attaching an attached sandbox begins anew, also with another root or cgroup.
+    /// [`Unknown::NoBase`], but for an observer that kept its evidence while the host process was restarted: it may go on
+    /// from the base that it had. Attaching an attached sandbox begins anew, also with another root or cgroup.
     ///
     /// # Errors
     /// Where it cannot be watched. The sandbox itself is not touched.

@@ -5,7 +5,7 @@
 /* So many sandboxes can be watched at once. */
 #define MOST_SANDBOXES 1024
 /* So many intervals of a sandbox are kept apart here; the library reads each before it is used anew. */
-#define SLOTS 4
+#define SLOTS 8
 /* Pipes are noted in a filter of so many words; its bits for a pipe are in layout.rs too. */
 #define PIPE_WORDS 128
 #define MOST_DESTINATIONS 4

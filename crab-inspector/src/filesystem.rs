@@ -12,7 +12,7 @@ use crate::net::{Difference, Limits, Stamp, Stop};
 use crate::tree::{self, Age, Directory};
 
 /// What a take saw of the files.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Mark {
     /// When it was.
     clock: Clock,
@@ -22,7 +22,7 @@ pub(crate) struct Mark {
 }
 
 /// What was seen of the files themselves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 enum Content {
     /// How far a subvolume was.
     Generation { uuid: [u8; 16], generation: u64 },
@@ -31,7 +31,7 @@ enum Content {
 }
 
 /// A moment from which on changes are told of: the interval that had begun, and what had been counted of others' doings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Moment {
     pub(crate) epoch: u64,
     pub(crate) outside: u64,
@@ -49,11 +49,11 @@ impl Mark {
 }
 
 /// A time by the clock that files' times are of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Clock {
     now: Stamp,
     /// Nanoseconds that it is ahead of the time since boot: another after it was set.
-    ahead: i128,
+    ahead: i64,
 }
 
 /// A file's time may be so much older than the moment it was set: a clock tick, and more.
@@ -72,12 +72,12 @@ impl Clock {
             // Below 10^9.
             nanoseconds: past.rem_euclid(1_000_000_000) as u32,
         };
-        Self { now, ahead: real - of(ClockId::Boottime) }
+        Self { now, ahead: i64::try_from(real - of(ClockId::Boottime)).unwrap_or(i64::MAX) }
     }
 
     /// Whether nobody set the clock between the two.
     fn goes_on_to(&self, later: &Self) -> bool {
-        (self.ahead - later.ahead).abs() < i128::from(COARSE) / 4
+        self.ahead.abs_diff(later.ahead) < COARSE.unsigned_abs() / 4
     }
 }
 
@@ -118,6 +118,17 @@ impl Root {
             Self::Folder(folder) if folder.is_overlay() => None,
             Self::Folder(folder) => folder.top.stat().ok().map(|stat| stat.st_dev),
             Self::Other(_) => None,
+        }
+    }
+
+    /// A name for what it is, another for each root.
+    pub(crate) fn identity(&self) -> String {
+        match self {
+            Self::Subvolume(subvolume) => subvolume.info().map(|info| format!("{:?}", info.uuid)).unwrap_or_default(),
+            Self::Folder(folder) => {
+                folder.top.stat().map(|stat| format!("{}:{}", stat.st_dev, stat.st_ino)).unwrap_or_default()
+            }
+            Self::Other(_) => String::new(),
         }
     }
 

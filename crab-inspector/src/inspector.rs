@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,6 +21,7 @@ use crate::ledger::Ledger;
 use crate::mounts::{self, Mounts};
 use crate::net::{Difference, Limits};
 use crate::registry::Registry;
+use crate::saved::{self, Saved};
 use crate::tasks::Census;
 
 /// When processes that the version holds count as unchanged although they ran.
@@ -51,6 +52,7 @@ pub struct InspectorBuilder {
     rule: ProcessRule,
     limits: Limits,
     coordinators: Vec<SocketAddr>,
+    pinned: Option<(PathBuf, PathBuf)>,
 }
 
 impl InspectorBuilder {
@@ -75,14 +77,35 @@ impl InspectorBuilder {
         self
     }
 
-    /// Loads the programs into the kernel. They go when the inspector is dropped. One inspector serves all sandboxes of
+    /// Lets the programs note on when this process ends. They and their maps are pinned in `pins`, a folder of a bpffs;
+    /// what the versions hold is written to `state`, a folder of this inspector's own. An inspector that is loaded with
+    /// the same folders then goes on where this one ended: attaching a sandbox that was watched, with the same cgroup
+    /// and root, keeps its base, unless more than six takes were made since, or it is detached first. The base of a
+    /// domain that had no version is still unknown. One process at a time may use the folders.
+    ///
+    /// Pinned programs slow down the host until [`Inspector::unpin`].
+    #[must_use]
+    pub fn pinned(mut self, pins: impl Into<PathBuf>, state: impl Into<PathBuf>) -> Self {
+        self.pinned = Some((pins.into(), state.into()));
+        self
+    }
+
+    /// Loads the programs into the kernel. Unless they are [pinned](Self::pinned), they go when the inspector is dropped. One inspector serves all sandboxes of
     /// a host: loading takes a quarter of a second, and every system call of the host pays for each that is loaded.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`](crab_core::ErrorKind::Unsupported) where the kernel or the privileges do not allow
     /// it; [`Inspector::probe`] says what is missing.
     pub fn load(self) -> Result<Inspector> {
-        Ok(Inspector { settings: Arc::new(self), kernel: Arc::new(Kernel::load()?), sandboxes: Registry::new() })
+        let pins = self.pinned.as_ref().map(|(pins, _)| pins.as_path());
+        let kernel = Arc::new(Kernel::load(pins)?);
+        let state = match &self.pinned {
+            Some((_, state)) => Some(
+                saved::Folder::open(state).map_err(|error| Error::io(format!("make {}", state.display()), error))?,
+            ),
+            None => None,
+        };
+        Ok(Inspector { settings: Arc::new(self), kernel, state, sandboxes: Registry::new() })
     }
 }
 
@@ -117,6 +140,7 @@ impl InspectorBuilder {
 pub struct Inspector {
     settings: Arc<InspectorBuilder>,
     kernel: Arc<Kernel>,
+    state: Option<saved::Folder>,
     sandboxes: Registry<Watched>,
 }
 
@@ -132,7 +156,20 @@ impl Inspector {
     /// Settings to change before loading.
     #[must_use]
     pub fn builder() -> InspectorBuilder {
-        InspectorBuilder { rule: ProcessRule::default(), limits: Limits::DEFAULT, coordinators: Vec::new() }
+        InspectorBuilder {
+            rule: ProcessRule::default(),
+            limits: Limits::DEFAULT,
+            coordinators: Vec::new(),
+            pinned: None,
+        }
+    }
+
+    /// Removes what inspectors have [pinned](InspectorBuilder::pinned) in a folder.
+    ///
+    /// # Errors
+    /// Where it is not there or cannot be removed.
+    pub fn unpin(pins: &Path) -> Result<()> {
+        crate::bpf::unpin(pins).map_err(|error| Error::io(format!("remove {}", pins.display()), error))
     }
 
     /// What this host offers.
@@ -147,11 +184,30 @@ impl StateDelta for Inspector {
     async fn attach(&self, sandbox: &Sandbox) -> Result<()> {
         let root =
             Root::open(&sandbox.root).map_err(|error| Error::io(format!("open {}", sandbox.root.display()), error))?;
-        // The old watch first: its cgroup may be the same one.
-        self.sandboxes.remove(&sandbox.id);
+        // The old watch first: its cgroup may be the same one. Attaching again begins anew.
+        let again = self.sandboxes.remove(&sandbox.id, Watched::give_up);
         let place = root.place();
-        let registered = self.kernel.register(&sandbox.cgroup, place, now())?;
-        let watched = Watched {
+        let kept = self.state.as_ref().filter(|_| !again).and_then(|state| state.read(&sandbox.id));
+        let kept = kept.and_then(|kept| {
+            let since = kept.epoch.min(kept.mark.moment?.epoch);
+            let same = !kept.root.is_empty() && kept.root == root.identity();
+            let registered = self.kernel.resume(&sandbox.cgroup, place, since).filter(|_| same)?;
+            Some((kept, registered))
+        });
+        let (kept, registered) = match kept {
+            Some((kept, registered)) => (Some(kept), registered),
+            None => {
+                if let Some(state) = &self.state {
+                    state.remove(&sandbox.id);
+                }
+                (None, self.kernel.register(&sandbox.cgroup, place, now())?)
+            }
+        };
+        let mut watched = Watched {
+            id: sandbox.id.clone(),
+            state: self.state.clone(),
+            tree: None,
+            back: READ_AGAIN,
             settings: self.settings.clone(),
             registered,
             kernel: self.kernel.clone(),
@@ -174,6 +230,9 @@ impl StateDelta for Inspector {
             mapped: true,
             asynchronous: false,
         };
+        if let Some(kept) = kept {
+            watched.go_on(kept, self.sandboxes.token());
+        }
         self.sandboxes.insert(&sandbox.id, watched);
         Ok(())
     }
@@ -188,7 +247,7 @@ impl StateDelta for Inspector {
     }
 
     async fn detach(&self, id: &SandboxId) {
-        self.sandboxes.remove(id);
+        self.sandboxes.remove(id, Watched::give_up);
     }
 }
 
@@ -204,6 +263,12 @@ struct Seen {
 
 #[derive(Debug)]
 struct Watched {
+    id: SandboxId,
+    state: Option<saved::Folder>,
+    /// Where the version's files can be read.
+    tree: Option<PathBuf>,
+    /// So many earlier intervals are read the next time.
+    back: u64,
     settings: Arc<InspectorBuilder>,
     kernel: Arc<Kernel>,
     registered: Registered,
@@ -233,9 +298,15 @@ struct Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        self.kernel.unregister(&self.registered);
+        // A successor may go on with it.
+        if self.state.is_none() {
+            self.kernel.unregister(&self.registered);
+        }
     }
 }
+
+/// An interval that is over may still be written to, by a program that began before: it is read so often.
+const READ_AGAIN: u64 = 3;
 
 /// Nanoseconds of a clock tick, in which `/proc` gives times.
 const TICK: u64 = 10_000_000;
@@ -328,7 +399,8 @@ impl Watched {
     /// others' doings.
     fn read(&mut self) -> io::Result<(u64, u64)> {
         let time = now();
-        let reading = match self.kernel.read(&mut self.registered, time) {
+        let back = std::mem::replace(&mut self.back, READ_AGAIN);
+        let reading = match self.kernel.read(&mut self.registered, time, back) {
             Ok(reading) => reading,
             Err(error) => {
                 // Whatever happened, it happened in the interval that is not over.
@@ -627,6 +699,7 @@ impl Watched {
                 .and_then(|mark| mark.moment)
                 .filter(|moment| self.told && self.history.is_whole_since(moment.epoch));
             self.files = filesystem::base(&self.root, base.tree.as_ref(), mark);
+            self.tree.clone_from(&base.tree);
         }
         if processes {
             self.holdings = None;
@@ -637,6 +710,54 @@ impl Watched {
                 self.history.forget_before(epoch.min(files));
             }
         }
+        if files || processes {
+            self.keep();
+        }
+    }
+
+    /// Nobody will go on with it.
+    fn give_up(&mut self) {
+        if let Some(state) = self.state.take() {
+            state.remove(&self.id);
+        }
+    }
+
+    /// Writes down what a successor would have to know.
+    fn keep(&self) {
+        let Some(state) = &self.state else { return };
+        let mark = self.ledger.filesystem.mark.clone().flatten().filter(|mark| mark.moment.is_some());
+        let kept = self.base().zip(mark).map(|(base, mark)| {
+            let mounts = Mounts::clone(&base.mounts);
+            let (cgroup, root) = (Kernel::cgroup_of(&self.registered), self.root.identity());
+            let moment = (base.epoch, base.time);
+            Saved::new(cgroup, root, moment, mounts, mark, self.tree.clone(), self.asynchronous).with(&base.census)
+        });
+        let done = match kept {
+            Some(kept) => state.write(&self.id, &kept),
+            None => {
+                state.remove(&self.id);
+                Ok(())
+            }
+        };
+        if let Err(error) = done {
+            // An older one would be of another base: it is conservative, but of no use.
+            state.remove(&self.id);
+            tracing::warn!(sandbox = %self.id, %error, "a successor will not know what this version holds");
+        }
+    }
+
+    /// Goes on from what a predecessor wrote down. All that was noted since is still to be read.
+    fn go_on(&mut self, kept: Saved, token: u64) {
+        let seen =
+            Seen { epoch: kept.epoch, time: kept.time, census: Arc::new(kept.census()), mounts: Arc::new(kept.mounts) };
+        self.asynchronous = kept.asynchronous;
+        self.back = u64::MAX;
+        self.settled = kept.mark.moment.filter(|_| self.told);
+        self.files = filesystem::base(&self.root, kept.tree.as_ref(), Some(kept.mark.clone()));
+        self.tree = kept.tree;
+        self.mark = Some(kept.mark.clone());
+        self.ledger = Ledger::resumed(token, Some(kept.mark), Some(seen));
+        tracing::info!(sandbox = %self.id, "goes on with what an earlier process watched");
     }
 }
 

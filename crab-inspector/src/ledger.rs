@@ -46,6 +46,14 @@ impl<F: Clone, P: Clone> Ledger<F, P> {
         }
     }
 
+    /// A ledger that goes on with a base of an earlier one.
+    pub(crate) fn resumed(attached: u64, filesystem: F, process: P) -> Self {
+        let mut ledger = Self::new(attached);
+        ledger.filesystem.mark = Some(filesystem);
+        ledger.process.mark = Some(process);
+        ledger
+    }
+
     /// Remembers what a take saw.
     pub(crate) fn record(&mut self, token: u64, filesystem: F, process: P) {
         if self.seen.len() == KEPT {

@@ -24,6 +24,7 @@ mod polling;
 mod probe;
 mod registry;
 mod report;
+mod saved;
 mod tasks;
 mod tree;
 

@@ -39,7 +39,7 @@ struct Mount {
 }
 
 /// What was found.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Mounts {
     /// A writable file system besides the root, whose changes nobody looks at.
     pub(crate) alien: Option<String>,

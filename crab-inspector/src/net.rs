@@ -37,7 +37,7 @@ impl Kind {
 }
 
 /// A time as a filesystem stores it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Stamp {
     pub(crate) seconds: i64,
     pub(crate) nanoseconds: u32,

@@ -85,7 +85,7 @@ impl StateDelta for PollingInspector {
     }
 
     async fn detach(&self, id: &SandboxId) {
-        self.sandboxes.remove(id);
+        self.sandboxes.remove(id, |_| {});
     }
 }
 

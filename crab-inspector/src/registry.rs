@@ -32,9 +32,11 @@ impl<W: Send + 'static> Registry<W> {
         drop(before);
     }
 
-    pub(crate) fn remove(&self, id: &SandboxId) {
+    /// Gives up a sandbox. `last` is done with it before it goes.
+    pub(crate) fn remove(&self, id: &SandboxId, last: impl FnOnce(&mut W)) -> bool {
         let before = self.sandboxes.lock().remove(id);
-        drop(before);
+        // Not under the lock.
+        before.map(|watched| last(&mut watched.lock())).is_some()
     }
 
     fn get(&self, id: &SandboxId) -> Option<Arc<Mutex<W>>> {

@@ -13,7 +13,7 @@ use crate::cgroup;
 pub(crate) type Thread = (u32, u64);
 
 /// What was seen of one thread.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Trace {
     /// Its process.
     pub(crate) process: u32,

@@ -507,6 +507,74 @@ fn a_storm_in_one_sandbox_neither_hides_nor_feigns_a_change_of_another() {
     assert_changed(&take().filesystem, "and after it");
 }
 
+/// Pins that go when dropped, also when a test fails.
+struct Pins {
+    folder: PathBuf,
+    state: tempfile::TempDir,
+}
+
+impl Pins {
+    fn inspector(&self) -> Inspector {
+        Inspector::builder().pinned(&self.folder, self.state.path()).load().unwrap()
+    }
+}
+
+impl Drop for Pins {
+    fn drop(&mut self) {
+        let _ = Inspector::unpin(&self.folder);
+    }
+}
+
+#[test]
+fn a_restarted_host_process_keeps_its_evidence_where_it_is_pinned() {
+    if !fs::read_to_string("/proc/self/mountinfo").unwrap().contains(" /sys/fs/bpf ") {
+        println!("skipped: bpffs at /sys/fs/bpf");
+        return;
+    }
+    let folder = PathBuf::from(format!("/sys/fs/bpf/crab-inspector-{}", std::process::id()));
+    let pins = Pins { folder, state: tempfile::tempdir().unwrap() };
+    let Some(mut bench) = bench_with(|| pins.inspector()) else { return };
+    let mut live = python(&bench, WAITS);
+    bench.version();
+    assert_clean(&bench, "before the restart");
+    // The inspector goes, and with it all that it knew by itself.
+    let restart = |bench: &mut Bench<Inspector>, meanwhile: &mut dyn FnMut(&Bench<Inspector>)| {
+        bench.inspector = Inspector::builder().load().unwrap();
+        meanwhile(bench);
+        bench.inspector = pins.inspector();
+        common::block_on(bench.inspector.attach(&bench.sandbox)).unwrap();
+    };
+    restart(&mut bench, &mut |_| {});
+    assert_clean(&bench, "nothing happened meanwhile");
+    restart(&mut bench, &mut |bench| drop(bench.sh("echo x > x")));
+    let delta = bench.take();
+    assert_changed(&delta.filesystem, "a file was written meanwhile");
+    assert_unchanged(&delta.process, "nobody stayed");
+    bench.version();
+    restart(&mut bench, &mut |_| {
+        live.say("x");
+        live.hear();
+    });
+    let delta = bench.take();
+    assert_unchanged(&delta.filesystem, "no file was written");
+    assert!(matches!(delta.process, Change::Changed(Evidence::TaskRan(_))), "{}", delta.process);
+    // More intervals than the maps hold.
+    bench.version();
+    for _ in 0..10 {
+        bench.take();
+    }
+    restart(&mut bench, &mut |_| {});
+    assert_eq!(bench.take().process, Change::Unknown(Unknown::NoBase));
+    // Who detaches gives it up, and who attaches twice begins anew.
+    bench.version();
+    common::block_on(bench.inspector.attach(&bench.sandbox)).unwrap();
+    assert_eq!(bench.take().process, Change::Unknown(Unknown::NoBase));
+    bench.version();
+    common::block_on(bench.inspector.detach(&bench.sandbox.id));
+    restart(&mut bench, &mut |_| {});
+    assert_eq!(bench.take().process, Change::Unknown(Unknown::NoBase));
+}
+
 #[test]
 fn deciding_is_quick() {
     let Some(mut bench) = bench() else { return };

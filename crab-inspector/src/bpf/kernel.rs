@@ -3,15 +3,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use aya::maps::{Array, HashMap, MapData, MapError, PerCpuArray, PerCpuValues};
+use aya::programs::links::FdLink;
 use aya::programs::{BtfTracePoint, Program, ProgramError, RawTracePoint};
 use aya::{Btf, Ebpf, EbpfLoader};
 use crab_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
+use sha2::{Digest, Sha256};
 
 use super::layout::{
     Aligned, MOST_LEVELS, MOST_SANDBOXES, OUTSIDE_BTRFS, OUTSIDE_DEVICES, OnCpu, SHARED_ROOT, SLOTS, Slot,
@@ -31,6 +34,9 @@ const PROGRAMS: [(&str, &str); 6] = [
     ("on_signal", "signal_generate"),
     ("on_syscall", "sys_exit"),
 ];
+
+/// The maps.
+const MAPS: [&str; 8] = ["sandboxes", "levels", "epochs", "slots", "running", "roots", "devices", "outside"];
 
 /// A file system whose changes are seen, where the kernel has what this needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -101,6 +107,10 @@ struct Programs {
     loaded: Ebpf,
     btf: Btf,
     running: BTreeSet<&'static str>,
+    /// What runs only as long as this process does.
+    links: Vec<FdLink>,
+    /// Where links are pinned, so that programs run on without this process.
+    pins: Option<PathBuf>,
 }
 
 impl fmt::Debug for Kernel {
@@ -120,20 +130,28 @@ struct Maps {
     outside: Array<MapData, u64>,
     free: BTreeSet<u32>,
     used_levels: BTreeMap<u32, u32>,
+    /// Cgroups that an earlier process watched, and nobody since.
+    left: BTreeMap<u64, u32>,
 }
 
 /// Numbers of places, each with the sandboxes whose files lie there.
 struct Places {
     map: HashMap<MapData, u64, u32>,
     owners: BTreeMap<u64, BTreeSet<u32>>,
+    /// Shared with somebody that an earlier process watched.
+    shared_for_good: BTreeSet<u64>,
 }
 
 impl Places {
     fn new(map: HashMap<MapData, u64, u32>) -> Self {
-        Self { map, owners: BTreeMap::new() }
+        Self { map, owners: BTreeMap::new(), shared_for_good: BTreeSet::new() }
     }
 
     fn add(&mut self, place: u64, sandbox: u32) -> Result<(), MapError> {
+        let known = self.owners.contains_key(&place);
+        if !known && self.map.get(&place, 0).is_ok_and(|other| other != sandbox) {
+            self.shared_for_good.insert(place);
+        }
         self.owners.entry(place).or_default().insert(sandbox);
         self.tell(place)
     }
@@ -154,8 +172,8 @@ impl Places {
                 self.owners.remove(&place);
                 self.map.remove(&place)
             }
-            (Some(owner), None) => self.map.insert(place, owner, 0),
-            (Some(_), Some(_)) => self.map.insert(place, SHARED_ROOT, 0),
+            (Some(owner), None) if !self.shared_for_good.contains(&place) => self.map.insert(place, owner, 0),
+            (Some(_), _) => self.map.insert(place, SHARED_ROOT, 0),
         }
     }
 }
@@ -194,20 +212,37 @@ impl Registered {
 }
 
 impl Kernel {
-    /// Loads the programs and lets them run.
-    pub(crate) fn load() -> Result<Self> {
+    /// Loads the programs and lets them run. With a folder of a bpffs they are kept there, or gone on with.
+    pub(crate) fn load(pins: Option<&Path>) -> Result<Self> {
+        let pins = pins.map(pins_of_this_object);
+        if let Some(pins) = &pins {
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(pins).map_err(|error| {
+                Error::io(format!("make {}", pins.display()), error).fix("give a folder of a mounted bpffs")
+            })?;
+        }
+        let goes_on = pins.as_ref().is_some_and(|pins| PROGRAMS.iter().all(|(name, _)| link(pins, name).exists()));
         let btf = Btf::from_sys_fs().map_err(|error| failed("cannot read the kernel's type information", error))?;
-        let mut programs = EbpfLoader::new()
-            .btf(Some(&btf))
-            .load(&OBJECT.0)
-            .map_err(|error| failed("cannot load the BPF maps", error))?;
+        let mut loader = EbpfLoader::new();
+        loader.btf(Some(&btf));
+        if let Some(pins) = &pins {
+            for name in MAPS {
+                loader.map_pin_path(name, pins.join(name));
+            }
+        }
+        let mut programs = loader.load(&OBJECT.0).map_err(|error| failed("cannot load the BPF maps", error))?;
         let mut maps = Maps::of(&mut programs)?;
-        maps.forget_what_runs()?;
-        let mut programs = Programs { loaded: programs, btf, running: BTreeSet::new() };
+        if goes_on {
+            maps.go_on()?;
+        } else {
+            maps.forget_what_runs()?;
+        }
+        let mut programs = Programs { loaded: programs, btf, running: BTreeSet::new(), links: Vec::new(), pins };
         for (name, tracepoint) in PROGRAMS {
             programs.run(name, tracepoint)?;
         }
-        make_every_cpu_switch();
+        if !goes_on {
+            make_every_cpu_switch();
+        }
         Ok(Self { maps: Mutex::new(maps), programs: Mutex::new(programs) })
     }
 
@@ -223,11 +258,21 @@ impl Kernel {
         })
     }
 
+    /// The inode of a cgroup.
+    pub(crate) fn cgroup_of(registered: &Registered) -> u64 {
+        registered.cgroup
+    }
+
     /// Begins to watch the tasks of a cgroup. Time is in nanoseconds since boot.
     pub(crate) fn register(&self, cgroup: &Path, place: Place, now: u64) -> Result<Registered> {
         let id = fs::metadata(cgroup).map_err(|error| Error::io(format!("look at {}", cgroup.display()), error))?.ino();
         let level = level(cgroup)?;
         let mut maps = self.maps.lock();
+        if let Some(index) = maps.left.remove(&id) {
+            // Watched anew.
+            let _ = maps.sandboxes.remove(&id);
+            maps.free.insert(index);
+        }
         let index = maps
             .free
             .pop_first()
@@ -238,6 +283,20 @@ impl Kernel {
             maps.free.insert(index);
         }
         done.map(|()| registered)
+    }
+
+    /// Goes on with what an earlier process watched. `None` where not all that was noted from an interval on is there.
+    pub(crate) fn resume(&self, cgroup: &Path, place: Place, since: u64) -> Option<Registered> {
+        let id = fs::metadata(cgroup).ok()?.ino();
+        let mut maps = self.maps.lock();
+        let index = *maps.left.get(&id)?;
+        let epoch = maps.epochs.get(&index, 0).ok()?;
+        if since > epoch || since + SLOTS < epoch + 2 {
+            return None;
+        }
+        maps.settle(place, index).ok()?;
+        maps.left.remove(&id);
+        Some(Registered { index, cgroup: id, epoch, place })
     }
 
     /// Stops to watch.
@@ -257,8 +316,8 @@ impl Kernel {
         maps.free.insert(registered.index);
     }
 
-    /// Begins a new interval and reads the earlier ones.
-    pub(crate) fn read(&self, registered: &mut Registered, now: u64) -> Result<Reading, aya::maps::MapError> {
+    /// Begins a new interval and reads so many earlier ones, at most those that are kept apart.
+    pub(crate) fn read(&self, registered: &mut Registered, now: u64, back: u64) -> Result<Reading, MapError> {
         let mut maps = self.maps.lock();
         let (index, old) = (registered.index, registered.epoch);
         let next = old + 1;
@@ -266,7 +325,7 @@ impl Kernel {
         maps.epochs.set(index, next, 0)?;
         registered.epoch = next;
         // A program that had read the old epoch may still write: its interval is read again the next times.
-        let slots = (next.saturating_sub(SLOTS - 1).max(1)..next)
+        let slots = (next.saturating_sub(back.min(SLOTS - 1)).max(1)..next)
             .map(|epoch| maps.slots.get(&place(index, epoch), 0))
             .collect::<Result<Vec<_>, _>>()?;
         let counter = match registered.place {
@@ -309,10 +368,41 @@ impl Maps {
             outside: Array::try_from(take("outside")?).map_err(wrong)?,
             free: (0..MOST_SANDBOXES).collect(),
             used_levels: BTreeMap::new(),
+            left: BTreeMap::new(),
         })
     }
 
+    /// Takes over what an earlier process told the programs.
+    fn go_on(&mut self) -> Result<()> {
+        let wrong = |error| failed("cannot read a BPF map", error);
+        for at in 0..MOST_LEVELS {
+            let level = self.levels.get(&at, 0).map_err(wrong)?;
+            if level > 0 {
+                self.used_levels.insert(level - 1, at);
+            }
+        }
+        for entry in self.sandboxes.iter() {
+            let (cgroup, index) = entry.map_err(wrong)?;
+            self.free.remove(&index);
+            self.left.insert(cgroup, index);
+        }
+        Ok(())
+    }
+
+    /// Tells the programs where a sandbox's files lie.
+    fn settle(&mut self, place: Place, index: u32) -> Result<(), MapError> {
+        match place {
+            Place::Subvolume(number) => self.roots.add(number, index),
+            Place::Device(_, number) => self.devices.add(number, index),
+            Place::Nowhere => Ok(()),
+        }
+    }
+
     fn forget_what_runs(&mut self) -> Result<()> {
+        let known: Vec<u64> = self.sandboxes.keys().flatten().collect();
+        for cgroup in known {
+            let _ = self.sandboxes.remove(&cgroup);
+        }
         let cpus = self.running.get(&0, 0).map_err(|error| failed("cannot read a BPF map", error))?.len();
         let unknown = PerCpuValues::try_from(vec![OnCpu::UNKNOWN; cpus])
             .map_err(|error| failed("cannot count the CPUs", error))?;
@@ -333,11 +423,7 @@ impl Maps {
         let (index, epoch) = (registered.index, registered.epoch);
         self.slots.set(place(index, epoch), Slot::empty(epoch, now), 0).map_err(wrong)?;
         self.epochs.set(index, epoch, 0).map_err(wrong)?;
-        match registered.place {
-            Place::Subvolume(number) => self.roots.add(number, index).map_err(wrong)?,
-            Place::Device(_, number) => self.devices.add(number, index).map_err(wrong)?,
-            Place::Nowhere => {}
-        }
+        self.settle(registered.place, index).map_err(wrong)?;
         self.sandboxes.insert(registered.cgroup, index, 0).map_err(wrong)
     }
 }
@@ -357,7 +443,7 @@ pub(crate) fn try_programs() -> Result<Vec<Tried>> {
     let btf = Btf::from_sys_fs().map_err(|error| failed("cannot read the kernel's type information", error))?;
     let loaded =
         EbpfLoader::new().btf(Some(&btf)).load(&OBJECT.0).map_err(|error| failed("cannot load the BPF maps", error))?;
-    let mut programs = Programs { loaded, btf, running: BTreeSet::new() };
+    let mut programs = Programs { loaded, btf, running: BTreeSet::new(), links: Vec::new(), pins: None };
     let mut all: Vec<_> = PROGRAMS.iter().map(|(name, tracepoint)| (*name, *tracepoint, None)).collect();
     for what in FileSystem::ALL {
         all.extend(what.programs().iter().map(|(name, tracepoint)| (*name, *tracepoint, Some(what))));
@@ -379,6 +465,11 @@ impl Programs {
         if self.running.contains(name) {
             return Ok(());
         }
+        let pin = self.pins.as_ref().map(|pins| link(pins, name));
+        if pin.as_ref().is_some_and(|pin| pin.exists()) {
+            self.running.insert(name);
+            return Ok(());
+        }
         let program = self
             .loaded
             .program_mut(name)
@@ -388,20 +479,50 @@ impl Programs {
             Program::RawTracePoint(program) => start_raw(program, tracepoint),
             _ => return Err(Error::new(ErrorKind::Internal, format!("{name} is no program for a tracepoint"))),
         };
-        done.map_err(|error| failed(&format!("cannot run the BPF program {name} on {tracepoint}"), error))?;
+        let running =
+            done.map_err(|error| failed(&format!("cannot run the BPF program {name} on {tracepoint}"), error))?;
+        match pin {
+            Some(pin) => drop(running.pin(pin).map_err(|error| failed("cannot pin a BPF program", error))?),
+            None => self.links.push(running),
+        }
         self.running.insert(name);
         Ok(())
     }
 }
 
-fn start_btf(program: &mut BtfTracePoint, tracepoint: &str, btf: &Btf) -> Result<(), ProgramError> {
+fn start_btf(program: &mut BtfTracePoint, tracepoint: &str, btf: &Btf) -> Result<FdLink, ProgramError> {
     program.load(tracepoint, btf)?;
-    program.attach().map(drop)
+    let link = program.attach()?;
+    program.take_link(link).map(FdLink::from)
 }
 
-fn start_raw(program: &mut RawTracePoint, tracepoint: &str) -> Result<(), ProgramError> {
+fn start_raw(program: &mut RawTracePoint, tracepoint: &str) -> Result<FdLink, ProgramError> {
     program.load()?;
-    program.attach(tracepoint).map(drop)
+    let link = program.attach(tracepoint)?;
+    program.take_link(link).map(FdLink::from)
+}
+
+/// Where the link of a program is pinned.
+fn link(pins: &Path, program: &str) -> PathBuf {
+    pins.join(format!("link_{program}"))
+}
+
+/// Another build of the programs has a folder of its own: it could not read this one's maps.
+fn pins_of_this_object(pins: &Path) -> PathBuf {
+    let digest = Sha256::digest(&OBJECT.0);
+    pins.join(digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect::<String>())
+}
+
+/// Removes all that was pinned in a folder, of any build. The programs stop where no process holds them.
+pub(crate) fn unpin(pins: &Path) -> io::Result<()> {
+    for build in fs::read_dir(pins)? {
+        let build = build?.path();
+        for pinned in fs::read_dir(&build)? {
+            fs::remove_file(pinned?.path())?;
+        }
+        fs::remove_dir(&build)?;
+    }
+    fs::remove_dir(pins)
 }
 
 /// How deep a cgroup lies below the root of its hierarchy.
@@ -461,7 +582,7 @@ mod tests {
             for (program, _) in needed {
                 assert!(parsed.programs.contains_key(*program), "{program}");
             }
-            for map in ["sandboxes", "levels", "epochs", "slots", "running", "roots", "devices", "outside"] {
+            for map in MAPS {
                 assert!(parsed.maps.contains_key(map), "{map}");
             }
             let size = |map: &str| parsed.maps[map].value_size() as usize;

@@ -4,7 +4,7 @@
 /// Sandboxes that can be watched at once.
 pub(crate) const MOST_SANDBOXES: u32 = 1024;
 /// Intervals of a sandbox that the programs keep apart.
-pub(crate) const SLOTS: u64 = 4;
+pub(crate) const SLOTS: u64 = 8;
 /// Different depths of cgroups under which sandboxes lie.
 pub(crate) const MOST_LEVELS: u32 = 4;
 /// Words of the filter that pipes are noted in.

@@ -3,4 +3,4 @@
 mod kernel;
 pub(crate) mod layout;
 
-pub(crate) use kernel::{FileSystem, Kernel, Place, Registered, Tried, try_programs};
+pub(crate) use kernel::{FileSystem, Kernel, Place, Registered, Tried, try_programs, unpin};
