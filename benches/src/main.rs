@@ -5,6 +5,7 @@
 
 mod coordinator;
 mod criu;
+mod engine;
 mod inspector;
 mod report;
 
@@ -20,6 +21,7 @@ type Bench = fn(&mut Report) -> Result<(), String>;
 const BENCHES: &[(&str, &str, Bench)] = &[
     ("coordinator", "what the coordinator adds to a request and to a stream, beside nginx", coordinator::run),
     ("criu", "process checkpoints beside plain criu", criu::bench),
+    ("engine", "an idle turn, a decision of the scheduler, two queues against one, a commit", engine::run),
     ("inspector", "how quickly turns are judged, and what being watched costs", inspector::run),
     ("report", "the cost of the bench's own clock", report::clock),
 ];

@@ -28,6 +28,7 @@ pub(crate) fn check(sandbox: &Sandbox) -> Result<Tree> {
     let cgroup = Cgroup::at(&sandbox.cgroup);
     let processes = membership(&cgroup, init)?;
     has_one_user_namespace(init, &processes)?;
+    has_one_time_namespace(init, &processes)?;
     check_mounts(sandbox, init)?;
     descriptors::check(&processes, init, &sandbox.external)?;
     landlock::check(&processes, init)?;
@@ -84,6 +85,19 @@ fn may_read_limits(processes: &BTreeSet<u32>) -> Result<()> {
             Err(refuse(what).fix("give this program the capability CAP_SYS_RESOURCE"))
         }
         None => Ok(()),
+    }
+}
+
+/// A restored init has clocks of its own. CRIU saves a task with other ones beside it, and cannot restore the tree.
+fn has_one_time_namespace(init: u32, processes: &BTreeSet<u32>) -> Result<()> {
+    let own = procfs::namespace(init, "time");
+    let stranger = processes.iter().find(|pid| procfs::namespace(**pid, "time").is_some_and(|it| Some(it) != own));
+    match stranger {
+        None => Ok(()),
+        Some(pid) => {
+            let what = format!("{} is in another time namespace than the sandbox's init", procfs::describe(*pid));
+            Err(refuse(what).fix("enter the time namespace too where commands enter the sandbox"))
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 //! to it: versions that a gate opened for, with what the sandbox held, and restores that returned. The parent then
 //! opens the store, checks every promise and the invariants, and lets the next child go on from there.
 //!
-//! `CRAB_KILLS` sets the number of kills, 500 by default.
+//! Each step is met by its name too, so that none is left to chance. `CRAB_KILLS` sets the number of kills, 500 by default.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "common/dir_world.rs"]
@@ -13,7 +13,7 @@ mod dir_world;
 #[path = "common/invariants.rs"]
 mod invariants;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -120,12 +120,13 @@ async fn take_over(engine: &Engine, world: &DirWorld) {
     }
 }
 
-/// The child: never returns.
-async fn work(paths: &Paths, seed: u64, kill_at: u64) {
+/// The child: dies when a step was reached so often, of any name or of this one.
+async fn work(paths: &Paths, seed: u64, kill_at: u64, step: Option<String>) {
     let mut random = Random(seed | 1);
     let count = Arc::new(AtomicU64::new(0));
-    let hook: dir_world::Hook = Arc::new(move |_| {
-        if count.fetch_add(1, Ordering::SeqCst) == kill_at {
+    let hook: dir_world::Hook = Arc::new(move |reached| {
+        let counts = step.as_ref().is_none_or(|step| step == reached);
+        if counts && count.fetch_add(1, Ordering::SeqCst) == kill_at {
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
             loop {
                 std::thread::park();
@@ -143,7 +144,8 @@ async fn work(paths: &Paths, seed: u64, kill_at: u64) {
     world.create(&main_box(), Condition::Running);
     take_over(&engine, &world).await;
     engine.attach(&main_box()).await.unwrap();
-    for round in 0u64.. {
+    // What was not reached by then is not reached at all.
+    for round in 0..200u64 {
         let boxes: Vec<SandboxId> = engine.sandboxes().into_iter().map(|sandbox| sandbox.id).collect();
         let id = boxes[usize::try_from(random.below(boxes.len() as u64)).unwrap()].clone();
         let versions: Vec<VersionId> = engine.versions(&id).iter().map(|manifest| manifest.version).collect();
@@ -212,7 +214,8 @@ fn child() {
         return;
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(work(&Paths::new(Path::new(&root)), seed.parse().unwrap(), kill_at.parse().unwrap()));
+    let step = std::env::var("CRAB_KILL_STEP").ok();
+    runtime.block_on(work(&Paths::new(Path::new(&root)), seed.parse().unwrap(), kill_at.parse().unwrap(), step));
 }
 
 /// Checks every promise that was made and what must always hold.
@@ -293,28 +296,71 @@ fn scratch() -> tempfile::TempDir {
     if fast.is_dir() { tempfile::tempdir_in(fast) } else { tempfile::tempdir() }.unwrap()
 }
 
+/// Lets a child work until it kills itself. `false` where it never came to that step.
+fn kill(root: &Path, seed: u64, kill_at: u64, step: Option<&str>, context: &str) -> bool {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args(["--exact", "child", "--nocapture"])
+        .env("CRAB_KILL_ROOT", root)
+        .env("CRAB_KILL_SEED", seed.to_string())
+        .env("CRAB_KILL_AT", kill_at.to_string())
+        .stdin(Stdio::null());
+    if let Some(step) = step {
+        command.env("CRAB_KILL_STEP", step);
+    }
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    let killed = output.status.signal() == Some(9);
+    assert!(killed || output.status.success(), "{context}: {:?}\n{said}", output.status);
+    killed
+}
+
+/// The names of all steps between two effects, as they stand in the engine's source.
+fn named_steps() -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    let mut todo = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
+    while let Some(path) = todo.pop() {
+        if path.is_dir() {
+            todo.extend(std::fs::read_dir(&path).unwrap().flatten().map(|entry| entry.path()));
+            continue;
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        for call in [".step(\"", ".reach(\""] {
+            names.extend(text.split(call).skip(1).filter_map(|rest| Some(rest.split_once('"')?.0.to_owned())));
+        }
+    }
+    names
+}
+
+#[test]
+fn whatever_was_promised_survives_a_kill_at_each_step_by_its_name() {
+    let names = named_steps();
+    assert!(names.len() > 20, "{names:?}");
+    for step in &names {
+        for occurrence in [0, 1] {
+            let root = scratch();
+            let context = format!("killed at {step}, occurrence {occurrence}");
+            let killed = kill(root.path(), 77 + occurrence, occurrence, Some(step), &context);
+            assert!(killed || occurrence > 0, "{step} is never reached");
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(check(&Paths::new(root.path()), &context));
+        }
+    }
+}
+
 #[test]
 fn whatever_was_promised_survives_a_kill_at_any_step() {
     let kills: u64 = std::env::var("CRAB_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(500);
     let seed: u64 = std::env::var("CRAB_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0x5eed);
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut scratch_dir = scratch();
-    for kill in 0..kills {
-        if kill % 10 == 0 {
+    for number in 0..kills {
+        if number % 10 == 0 {
             scratch_dir = scratch();
         }
         let (child_seed, kill_at) = (random.below(u64::MAX), random.below(150));
-        let context = format!("kill {kill} of CRAB_SEED={seed}: child {child_seed} at step {kill_at}");
-        let output = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child", "--nocapture"])
-            .env("CRAB_KILL_ROOT", scratch_dir.path())
-            .env("CRAB_KILL_SEED", child_seed.to_string())
-            .env("CRAB_KILL_AT", kill_at.to_string())
-            .stdin(Stdio::null())
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.signal(), Some(9), "{context}: {:?}\n{said}", output.status);
+        let context = format!("kill {number} of CRAB_SEED={seed}: child {child_seed} at step {kill_at}");
+        assert!(kill(scratch_dir.path(), child_seed, kill_at, None, &context), "{context}: it ended by itself");
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(check(&Paths::new(scratch_dir.path()), &context));
     }

@@ -44,6 +44,31 @@ time.sleep(1000)
     );
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_with_other_clocks_than_init_is_refused_since_no_restore_would_bring_it_back() {
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    // unshare(CLONE_NEWTIME) counts for children only.
+    let program = "
+import ctypes, os, time
+failed = ctypes.CDLL(None, use_errno=True).unshare(0x80)
+if failed == 0 and os.fork() == 0:
+    time.sleep(1000)
+with open('/root/clocks', 'w') as f:
+    f.write(str(failed))
+time.sleep(1000)
+";
+    python(&sandbox, "clocks", program);
+    let path = sandbox.root().join("root/clocks");
+    let failed: i32 = eventually("the clocks are made", || fs::read_to_string(&path).ok()?.parse().ok());
+    if failed != 0 {
+        println!("skipped: time namespaces (the kernel refuses them)");
+        return;
+    }
+    let text = refusal(&world, &sandbox).await;
+    assert!(text.contains("(python3)") && text.contains("time namespace"), "{text}");
+}
+
 /// A process of the host, ended with this value.
 struct Stranger(Child);
 

@@ -109,6 +109,12 @@ pub(super) fn spawn_inside(mut command: Command, init: OwnedFd, cgroup_procs: Fi
                     | ThreadNameSpaceType::INTER_PROCESS_COMMUNICATION
                     | ThreadNameSpaceType::NETWORK,
             )?;
+            // A restored init has clocks of its own, and CRIU restores no tree whose tasks have different ones.
+            match rustix::thread::move_into_thread_name_spaces(init.as_fd(), ThreadNameSpaceType::TIME) {
+                // A kernel without time namespaces.
+                Err(rustix::io::Errno::INVAL) => {}
+                other => other?,
+            }
             drop_capabilities()
         };
         // SAFETY: as in spawn_init: system calls on prepared values only.
