@@ -21,8 +21,8 @@
 //! A failed checkpoint is tried once more, urgent; then the [`FailurePolicy`] decides about the answer. It leaves the
 //! delta, the standing version and the store as they were.
 //!
-//! The parts that can be thought about alone are modules of their own: [`scheduler`] and [`policy`] are pure,
-//! [`store`] documents the files on disk.
+//! The parts that can be thought about alone are modules of their own: [`scheduler`], [`policy`] and [`retention`] are
+//! pure, [`store`] documents the files on disk.
 
 mod cgroup;
 mod engine;
