@@ -1,0 +1,259 @@
+//! Real agents inside a sandbox: it dies while its agent waits for the model, comes back, and the agent ends its work as
+//! if nothing had happened. `cargo xtask setup --agents` installs the agents.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "../../crab-coordinator/tests/agents/model.rs"]
+#[allow(dead_code, reason = "shared with the tests of the coordinator alone")]
+mod model;
+#[path = "../../crab-coordinator/tests/http/support/mod.rs"]
+#[allow(dead_code, reason = "the scripted model's server is of use, the rest is not")]
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crab_backend_btrfs::BtrfsBackend;
+use crab_backend_criu::CriuBackend;
+use crab_coordinator::resolve::OneSandbox;
+use crab_coordinator::{AfterRestore, Coordinator, GateRecord};
+use crab_core::{SandboxHost, SandboxId, StateDelta};
+use crab_engine::{Engine, ProcessOutcome, RestoreOptions, Select};
+use crab_examples::sandbox::{Config, ExampleHost, ExecOptions, Sandbox, ScratchRoot, criu_binary, delete_root, home};
+use crab_inspector::{Inspector, PollingInspector};
+use tokio::sync::watch;
+
+use model::Script;
+use support::Model;
+
+const PORT: u16 = 8080;
+const LIMIT: Duration = Duration::from_secs(240);
+
+/// Where the agents are, if they are.
+fn agents() -> Option<PathBuf> {
+    let dir = home().join("agents");
+    if dir.join("recipe").exists() {
+        return Some(dir);
+    }
+    println!("skipped: real agents (cargo xtask setup --agents)");
+    None
+}
+
+/// How an agent is put into a sandbox, started, and started again.
+struct Recipe {
+    name: &'static str,
+    /// From the agents' directory into the sandbox's root.
+    files: &'static [(&'static str, &'static str)],
+    config: Option<(&'static str, &'static str)>,
+    start: &'static str,
+    /// How it takes up its work where its files are all that came back. Without, its processes are saved.
+    resume: Option<&'static str>,
+    env: &'static [(&'static str, &'static str)],
+}
+
+const CLAUDE_ENV: &[(&str, &str)] = &[
+    ("ANTHROPIC_BASE_URL", "http://127.0.0.1:8080"),
+    ("ANTHROPIC_API_KEY", "dummy"),
+    ("IS_SANDBOX", "1"),
+    ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1"),
+    ("DISABLE_TELEMETRY", "1"),
+    ("DISABLE_AUTOUPDATER", "1"),
+];
+const CLAUDE: Recipe = Recipe {
+    name: "claude",
+    files: &[("node_modules/@anthropic-ai/claude-code/bin/claude.exe", "opt/agent")],
+    config: None,
+    start: "/opt/agent -p 'do the work' --dangerously-skip-permissions",
+    resume: None,
+    env: CLAUDE_ENV,
+};
+
+/// Kept versions of the files, removed with all that is in them.
+struct Versions(PathBuf);
+
+impl Drop for Versions {
+    fn drop(&mut self) {
+        for sandbox in std::fs::read_dir(&self.0).into_iter().flatten().flatten() {
+            for version in std::fs::read_dir(sandbox.path()).into_iter().flatten().flatten() {
+                if version.path().is_dir() {
+                    let _ = delete_root(&version.path());
+                }
+            }
+        }
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn delta() -> Arc<dyn StateDelta> {
+    match Inspector::load() {
+        Ok(inspector) => Arc::new(inspector),
+        Err(error) => {
+            println!("skipped: BPF ({error})");
+            Arc::new(PollingInspector::new())
+        }
+    }
+}
+
+async fn exec(sandbox: &Arc<Sandbox>, command: String, env: &[(&str, &str)]) -> String {
+    let sandbox = Arc::clone(sandbox);
+    let env = env.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+    let options = ExecOptions { env, ..ExecOptions::default() };
+    let output = tokio::task::spawn_blocking(move || sandbox.exec_with(&command, &options)).await.unwrap();
+    output.unwrap().text()
+}
+
+/// Carries connections from inside the sandbox to the coordinator.
+fn bridge(sandbox: &Sandbox, to: std::net::SocketAddr) -> tokio::task::JoinHandle<()> {
+    let listener = sandbox.listen(PORT).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+    tokio::spawn(async move {
+        let mut connections = tokio::task::JoinSet::new();
+        while let Ok((mut inside, _)) = listener.accept().await {
+            connections.spawn(async move {
+                if let Ok(mut outside) = tokio::net::TcpStream::connect(to).await {
+                    let _ = tokio::io::copy_bidirectional(&mut inside, &mut outside).await;
+                }
+            });
+        }
+    })
+}
+
+/// Runs the agent; its sandbox is killed while it waits for the model's second answer, whose turn is saved already.
+async fn dies_and_ends_its_work(recipe: &Recipe) {
+    let Some(agents) = agents() else { return };
+    let script = Arc::new(Script::new("/root/done".into()));
+    // The model keeps its second answer until the sandbox has died.
+    let (died, is_dead) = watch::channel(false);
+    let answers = script.clone();
+    let model = Model::start(move |message, stream| {
+        let raw = answers.answer(&message);
+        let mut is_dead = is_dead.clone();
+        let second = answers.asked() == 2;
+        Box::pin(async move {
+            if second {
+                let _ = is_dead.wait_for(|dead| *dead).await;
+            }
+            tokio::io::AsyncWriteExt::write_all(&mut *stream.lock().await, &raw).await.is_ok()
+        })
+    })
+    .await;
+
+    let root = ScratchRoot::new(recipe.name).unwrap();
+    for (from, to) in recipe.files {
+        copy(&agents.join(from), &root.path().join(to));
+    }
+    if let Some((path, text)) = recipe.config {
+        let path = root.path().join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    }
+    let store = tempfile::tempdir().unwrap();
+    let versions = Versions(home().join(format!("pool/scratch/{}-versions-{}", recipe.name, std::process::id())));
+    let id: SandboxId = format!("{}-{}", recipe.name, std::process::id()).parse().unwrap();
+    let host = Arc::new(ExampleHost::new());
+    let sandbox = host.launch(Config::new(id.clone(), root.path())).unwrap();
+    let mut builder = Engine::builder(store.path().join("store"))
+        .filesystem(Arc::new(BtrfsBackend::open(&versions.0).unwrap()))
+        .host(Arc::clone(&host) as Arc<dyn SandboxHost>)
+        .delta(delta());
+    if recipe.resume.is_none() {
+        let images = store.path().join("images");
+        let processes = CriuBackend::builder().images(images).binary(criu_binary()).open().await.unwrap();
+        builder = builder.process(Arc::new(processes));
+    }
+    let engine = builder.open().await.unwrap();
+    engine.attach(&id).await.unwrap();
+    let (coordinator, boundaries) = Coordinator::builder()
+        .upstream(format!("http://{}", model.address))
+        .listen(crab_coordinator::Listen::loopback(), OneSandbox(id.clone()))
+        .journal(store.path().join("journal"))
+        .start()
+        .await
+        .unwrap();
+    let driving = tokio::spawn({
+        let engine = engine.clone();
+        async move { engine.drive(boundaries).await }
+    });
+    let bridging = bridge(&sandbox, coordinator.address().unwrap());
+
+    let background = |line: &str| format!("setsid nohup {line} </dev/null >>/root/said 2>&1 &");
+    exec(&sandbox, background(recipe.start), recipe.env).await;
+    until(&sandbox, "the second turn to be saved", || {
+        let turns = coordinator.turns(&id);
+        turns.len() == 2 && matches!(turns[1].gate, GateRecord::Durable(_))
+    })
+    .await;
+    assert_eq!(read(root.path(), "root/done"), "step 1\n");
+    std::fs::write(sandbox.cgroup().join("cgroup.kill"), "1").unwrap();
+
+    let report = engine.restore(&id, Select::Latest, RestoreOptions::default()).await.unwrap();
+    coordinator.rewind(&id, report.turn, AfterRestore::Replay);
+    died.send_replace(true);
+    match recipe.resume {
+        None => assert!(matches!(report.process, ProcessOutcome::Restored { .. }), "{report:?}"),
+        Some(resume) => {
+            exec(&sandbox, background(resume), recipe.env).await;
+        }
+    }
+    until(&sandbox, "the agent's last words", || read(root.path(), "root/said").contains(model::LAST_WORDS)).await;
+    assert_eq!(read(root.path(), "root/done"), "step 1\nstep 2\n", "{}", read(root.path(), "root/said"));
+
+    bridging.abort();
+    coordinator.shutdown(Duration::from_secs(1)).await;
+    let _ = driving.await;
+    engine.detach(&id).await;
+    engine.close().await;
+    sandbox.kill().unwrap();
+}
+
+async fn until(sandbox: &Arc<Sandbox>, what: &str, mut is: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !is() {
+        if begun.elapsed() > LIMIT {
+            let said = exec(sandbox, "cat /root/said; ps axf".to_owned(), &[]).await;
+            panic!("no sign of {what}: {said}");
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+fn read(root: &Path, path: &str) -> String {
+    std::fs::read_to_string(root.join(path)).unwrap_or_default()
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+    std::fs::copy(from, to).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn claude_code_lives_through_the_death_of_its_sandbox() {
+    dies_and_ends_its_work(&CLAUDE).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn claude_code_is_relaunched_and_resumes_its_session() {
+    dies_and_ends_its_work(&Recipe {
+        name: "claude-again",
+        resume: Some("/opt/agent -p 'go on' --continue --dangerously-skip-permissions"),
+        ..CLAUDE
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn codex_lives_through_the_death_of_its_sandbox() {
+    dies_and_ends_its_work(&Recipe {
+        name: "codex",
+        files: &[("node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex", "opt/agent")],
+        config: Some((
+            "root/.codex/config.toml",
+            "model = \"scripted\"\nmodel_provider = \"scripted\"\n\n[model_providers.scripted]\nname = \"scripted\"\nbase_url = \"http://127.0.0.1:8080/v1\"\nenv_key = \"SCRIPTED_KEY\"\nwire_api = \"responses\"\n",
+        )),
+        start: "/opt/agent exec --dangerously-bypass-approvals-and-sandbox --skip-git-repo-check 'do the work'",
+        resume: None,
+        env: &[("SCRIPTED_KEY", "dummy")],
+    })
+    .await;
+}
