@@ -8,6 +8,7 @@ mod criu;
 mod engine;
 mod inspector;
 mod report;
+mod zfs;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -23,6 +24,7 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("criu", "process checkpoints beside plain criu", criu::bench),
     ("engine", "an idle turn, a decision of the scheduler, two queues against one, a commit", engine::run),
     ("inspector", "how quickly turns are judged, and what being watched costs", inspector::run),
+    ("zfs", "snapshots of a ZFS root beside the zfs tool (cargo xtask vm bench zfs)", zfs::run),
     ("report", "the cost of the bench's own clock", report::clock),
 ];
 

@@ -43,8 +43,17 @@ mod place;
 mod pool;
 mod properties;
 mod restore;
+#[cfg(test)]
+mod restore_cut_short;
 mod sys;
 mod transfer;
 mod versions;
 
 pub use backend::ZfsBackend;
+
+// The tests' support is shared with the tests outside of the crate, which know it by this name.
+#[cfg(test)]
+extern crate self as crab_backend_zfs;
+#[cfg(test)]
+#[path = "../tests/support/mod.rs"]
+mod support;

@@ -24,7 +24,8 @@ Tasks:
   test [--no-vm] [ARGS...]   setup, then `cargo test --workspace ARGS`, then the tests that need a virtual
                              machine where there are no ARGS; says what was skipped. --no-vm leaves
                              the virtual machine out
-  vm test [--filter TEXT]    only the tests that need a virtual machine; `vm build` makes its image
+  vm test [--filter TEXT]    only the tests that need a virtual machine; `vm bench NAME` runs a bench in it,
+                             `vm build` makes its image
   bench NAME [--json FILE]   setup, then one bench, built for speed; without a name, lists them
   accuracy [--traces DIR] [--count N] [--json FILE]
                              setup, then recorded sessions in a sandbox, each turn's verdict beside the truth

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -93,6 +93,27 @@ pub(super) fn boot(image: &Image, share: &Path, limit: Duration, mut on_line: im
         let lines: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
         format!("the virtual machine failed; its last lines:\n{}", lines[lines.len().saturating_sub(15)..].join("\n"))
     })
+}
+
+/// Makes the directory that the guest sees: programs under their names there, and the script that it runs. It stands in
+/// `beside`, where the programs are, so that they need not be copied.
+pub(super) fn share(beside: &Path, programs: &[(PathBuf, String)], script: &str) -> Result<PathBuf, String> {
+    let share = beside.join("crab-vm-share");
+    let share = std::path::absolute(&share).map_err(|error| format!("cannot find {}: {error}", share.display()))?;
+    super::image::remove(&share)?;
+    std::fs::create_dir_all(&share).map_err(|error| format!("cannot make {}: {error}", share.display()))?;
+    for (program, name) in programs {
+        let to = share.join(name);
+        std::fs::hard_link(program, &to)
+            .or_else(|_| std::fs::copy(program, &to).map(drop))
+            .map_err(|error| format!("cannot copy {}: {error}", program.display()))?;
+    }
+    let path = share.join("run");
+    let environment = "export CRAB_IN_VM=1 CRAB_CRIU=/usr/sbin/criu CRAB_HOME=/tmp/crab RUST_BACKTRACE=1\n\
+                       mkdir -p /tmp/crab\ncd /tmp\n";
+    std::fs::write(&path, format!("{environment}{script}"))
+        .map_err(|error| format!("cannot write {}: {error}", path.display()))?;
+    Ok(share)
 }
 
 fn option(before: &str, path: &Path, after: &str) -> OsString {

@@ -150,32 +150,21 @@ fn executable(line: &str) -> Option<(String, PathBuf)> {
     Some((name.trim_start_matches("src/").replace('/', "-"), path.into()))
 }
 
-/// The directory that the guest sees: the programs, and the script that runs them.
+/// What the guest runs: the programs, one after the other.
 fn share(programs: &[Program], test_filter: Option<&str>) -> Result<PathBuf, String> {
-    // Beside the programs, so that they need not be copied.
     let first = programs.first().ok_or("there is nothing to run")?;
-    let share = first.path.parent().unwrap_or(Path::new(".")).join("crab-vm-share");
-    let share = std::path::absolute(&share).map_err(|error| format!("cannot find {}: {error}", share.display()))?;
-    remove(&share)?;
-    std::fs::create_dir_all(&share).map_err(|error| format!("cannot make {}: {error}", share.display()))?;
-    let mut script = String::from(
-        "export CRAB_IN_VM=1 CRAB_CRIU=/usr/sbin/criu CRAB_HOME=/tmp/crab RUST_BACKTRACE=1\nmkdir -p /tmp/crab\ncd /tmp\n",
-    );
+    let mut lines = String::new();
+    let mut files = Vec::new();
     for (number, program) in programs.iter().enumerate() {
         let file = format!("test-{number}");
-        let to = share.join(&file);
-        std::fs::hard_link(&program.path, &to)
-            .or_else(|_| std::fs::copy(&program.path, &to).map(drop))
-            .map_err(|error| format!("cannot copy {}: {error}", program.path.display()))?;
         let words = test_filter.map_or(program.words.join(" "), |filter| format!("'{}'", filter.replace('\'', "")));
-        script.push_str(&format!(
-            "echo '{MARK}{}/{}'\n/mnt/share/{file} --show-output --test-threads=4 {words}\n",
+        lines.push_str(&format!(
+            "echo '{MARK}{}/{}'\n/mnt/share/{file} --show-output --test-threads=6 {words}\n",
             program.package, program.name
         ));
+        files.push((program.path.clone(), file));
     }
-    let path = share.join("run");
-    std::fs::write(&path, script).map_err(|error| format!("cannot write {}: {error}", path.display()))?;
-    Ok(share)
+    boot::share(first.path.parent().unwrap_or(Path::new(".")), &files, &lines)
 }
 
 #[cfg(test)]
