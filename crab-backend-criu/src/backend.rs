@@ -12,6 +12,7 @@ use crab_core::{
 
 use crate::area::Area;
 use crate::dump::{self, Dumped};
+use crate::oci::{Oci, OciRuntime};
 use crate::program::{self, Program};
 use crate::store::{Dump, Persisted, Store};
 use crate::turns::{Caller, Turns};
@@ -70,6 +71,7 @@ pub(crate) struct Inner {
     pub(crate) connections: Connections,
     pub(crate) locks: FileLocks,
     pub(crate) ghost_limit: u32,
+    pub(crate) oci: Option<Oci>,
     pub(crate) turns: Arc<Turns>,
     captures: Arc<Area>,
     /// For captures that do not fit into the other.
@@ -93,6 +95,7 @@ pub struct CriuBuilder {
     locks: FileLocks,
     compression: Option<i32>,
     ghost_limit: Option<u32>,
+    runtime: Option<OciRuntime>,
 }
 
 /// Deleted files that are still open go into the image up to this size.
@@ -147,6 +150,13 @@ impl CriuBuilder {
         self
     }
 
+    /// The sandboxes are containers of this runtime.
+    #[must_use]
+    pub fn oci_runtime(mut self, runtime: OciRuntime) -> Self {
+        self.runtime = Some(runtime);
+        self
+    }
+
     /// The level of zstd for what is stored: 1, which is the default, to 19. Higher ones save little and take long.
     #[must_use]
     pub fn compression(mut self, level: i32) -> Self {
@@ -188,7 +198,9 @@ impl CriuBuilder {
                 None => Arc::clone(&spacious),
             };
             let program = program::find(self.binary.as_deref(), &captures)?;
+            let oci = self.runtime.map(|runtime| Oci::new(runtime, &program.path, &images)).transpose()?;
             let inner = Inner {
+                oci,
                 program,
                 store,
                 connections: self.connections,

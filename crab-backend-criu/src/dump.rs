@@ -13,6 +13,7 @@ use crate::backend::{Connections, FileLocks, Inner};
 use crate::cgroup::{Cgroup, FreezerGuard};
 use crate::cut::Cut;
 use crate::failure::CriuFailure;
+use crate::oci::{Oci, Run};
 use crate::preflight;
 use crate::procfs::Stat;
 use crate::program::{self, common_options};
@@ -76,6 +77,9 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
     let name = inner.store.reserve(&sandbox.id, &artifact)?;
     let tree = preflight::check(&sandbox)?;
     let external = externals::left_out(&sandbox, tree.init)?;
+    if inner.oci.is_some() {
+        Oci::suits(&sandbox.external)?;
+    }
     let area = inner.area_for(tree.bytes);
     let scratch = area.directory()?;
     let io = |e| Error::io("open the capture directory", e);
@@ -97,11 +101,17 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         timeout: Some(seconds_left(deadline)),
         ..common_options(images.as_raw_fd(), work.as_raw_fd(), LOG)
     };
-    let binds = area.run_directory()?.into_iter().collect();
-    let swrk = Swrk::start(&inner.program.path, Surroundings { binds, ..Surroundings::default() }, deadline)?;
-    swrk.shield_from_oom();
+    let run = match &inner.oci {
+        Some(oci) => Run::Runtime(oci.dump(&sandbox, &scratch, &options, deadline)?),
+        None => {
+            let binds = area.run_directory()?.into_iter().collect();
+            let swrk = Swrk::start(&inner.program.path, Surroundings { binds, ..Surroundings::default() }, deadline)?;
+            swrk.shield_from_oom();
+            Run::Own(swrk)
+        }
+    };
     let mut talk = Talk {
-        swrk,
+        run,
         init: tree.init,
         locks: inner.locks,
         images: scratch.images(),
@@ -117,12 +127,12 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         processes: BTreeMap::new(),
     };
     let answer = talk.converse(options);
-    let Talk { swrk, freezer, stopped_at, refusal, held, tasks, processes, cgroup, .. } = talk;
+    let Talk { run, freezer, stopped_at, refusal, held, tasks, processes, cgroup, .. } = talk;
     // CRIU lets go of the tasks before it answers; one that did not answer is killed first, for the same.
-    let swrk = answer.is_ok().then_some(swrk);
+    let run = answer.is_ok().then_some(run);
     let settled = freezer.map_or(Ok(()), FreezerGuard::settle);
     let stopped = stopped_at.map(|since| since.elapsed());
-    let ended_well = swrk.is_some_and(|swrk| swrk.finish().is_ok_and(|status| status.success()));
+    let ended_well = run.is_some_and(|run| run.finish().is_ok_and(|status| status.success()));
     if let Err(error) = settled {
         return Err(match refusal {
             Some(refusal) => error.caused_by(refusal),
@@ -190,7 +200,7 @@ fn seconds_left(deadline: Option<Instant>) -> u32 {
 
 /// The conversation of one dump.
 struct Talk {
-    swrk: Swrk,
+    run: Run,
     init: u32,
     locks: FileLocks,
     images: PathBuf,
@@ -210,9 +220,9 @@ struct Talk {
 
 impl Talk {
     fn converse(&mut self, options: Options) -> Result<Response, Broken> {
-        self.swrk.ask(Kind::Dump, Some(options))?;
+        self.run.ask(Kind::Dump, options)?;
         loop {
-            let message = match self.swrk.hear() {
+            let message = match self.run.hear() {
                 Err(Broken::TimedOut) if self.refusal.is_none() => {
                     self.give_up();
                     continue;
@@ -230,7 +240,7 @@ impl Talk {
                 _ => Ok(true),
             };
             // CRIU lets the tasks go on by itself when told of a failure.
-            self.swrk.answer(done.as_ref().is_ok_and(|success| *success))?;
+            self.run.answer(done.as_ref().is_ok_and(|success| *success))?;
             if let Err(refusal) = done {
                 self.refusal = Some(refusal);
             }
@@ -244,7 +254,7 @@ impl Talk {
         if let Err(error) = files::remove_all(&self.images) {
             tracing::warn!(%error, "CRIU may not notice that its time is up");
         }
-        self.swrk.give_grace();
+        self.run.give_grace();
     }
 
     /// CRIU is ready to stop the tasks. The freezer stops all of them at once and in a few milliseconds; left to

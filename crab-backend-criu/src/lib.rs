@@ -13,6 +13,9 @@
 //! - Its root filesystem at restore is that of the [cut](crab_core::AtCut): CRIU checks the sizes of open files and the
 //!   build ids of mapped ones.
 //!
+//! # Containers of an OCI runtime
+//! With [`CriuBuilder::oci_runtime`] the sandboxes are containers of `runc`, and it is `runc` that runs CRIU.
+//!
 //! # What it stores
 //! An artifact is a list of images and the packs of pages that they are made of. Zero pages cost nothing, a page that an
 //! earlier artifact of the sandbox has is a reference, the rest is compressed, and every block has a checksum that is
@@ -56,6 +59,7 @@ mod files;
 mod landlock;
 mod locks;
 mod mounts;
+mod oci;
 mod pack;
 mod parallel;
 mod preflight;
@@ -74,6 +78,7 @@ mod turns;
 
 pub use backend::{Connections, CriuBackend, CriuBuilder, FileLocks};
 pub use failure::{Cause, CriuFailure};
+pub use oci::OciRuntime;
 
 /// [`crab_core::CheckpointBackend::name`].
 const NAME: &str = "criu";

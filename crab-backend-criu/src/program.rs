@@ -28,6 +28,8 @@ const OLDEST_ON_NEW: Version = Version { major: 4, minor: 2, sublevel: 0 };
 const NEW_KERNEL: (u32, u32) = (6, 16);
 /// Where trials that succeeded are noted.
 const TRIALS: &str = "self-test.json";
+/// The tools that CRIU runs (`tar`, `ip`) are looked for here.
+pub(crate) const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 const FIX: &str = "run `cargo xtask setup`, or install criu >= 4.2";
 /// A version answer and a dump of two small processes take milliseconds.
 const TRIAL_TIME: Duration = Duration::from_secs(30);

@@ -14,6 +14,7 @@ use crate::cgroup::Cgroup;
 use crate::dump::{FACT_ARCHITECTURE, FACT_CRIU, FACT_KERNEL, FACT_TASKS, utf8};
 use crate::externals::{self, Given};
 use crate::failure::CriuFailure;
+use crate::oci::Run;
 use crate::procfs::{self, Stat};
 use crate::program::{self, common_options};
 use crate::proto::{Kind, Options, Response};
@@ -127,27 +128,41 @@ pub(crate) fn run(
     // A cgroup whose tasks were killed while frozen is still frozen, and CRIU would be when it goes in.
     cgroup.thaw().map_err(stopped)?;
     let entrance = Some(cgroup.entrance().map_err(stopped)?);
-    let surroundings = Surroundings { keep, cgroup: entrance, binds, session: false };
 
     let what = format!("restore the processes of the sandbox {} from {}", sandbox.id, artifact.id);
     still_wanted(caller).map_err(stopped)?;
     let mut place = Place { cgroup, line: None };
-    let failed = |place: &Place, error: Error| match place.clear() {
-        Ok(()) => error.condition(Condition::Stopped),
-        Err(worse) => worse.caused_by(error),
+    let failed = |place: &Place, error: Error| {
+        let cleared = place.clear();
+        if let Some(oci) = &inner.oci {
+            oci.forget(&sandbox.id);
+        }
+        match cleared {
+            Ok(()) => error.condition(Condition::Stopped),
+            Err(worse) => worse.caused_by(error),
+        }
     };
-    let swrk = match Swrk::start(&inner.program.path, surroundings, deadline) {
-        Ok(swrk) => swrk,
+    let started = match &inner.oci {
+        Some(oci) => oci.restore(&sandbox, &scratch, &options, deadline).map(Run::Runtime),
+        None => {
+            let surroundings = Surroundings { keep, cgroup: entrance, binds, session: false };
+            Swrk::start(&inner.program.path, surroundings, deadline).map(Run::Own)
+        }
+    };
+    let run = match started {
+        Ok(run) => run,
         Err(error) => return Err(failed(&place, error.while_doing(&what))),
     };
-    place.line = procfs::cgroup(swrk.pid());
-    let mut talk = Talk { swrk, place: &place, body: &body, caller, init: None, refusal: None };
+    if let Run::Own(swrk) = &run {
+        place.line = procfs::cgroup(swrk.pid());
+    }
+    let mut talk = Talk { run, place: &place, body: &body, caller, init: None, refusal: None };
     let answer = talk.converse(options);
-    let Talk { swrk, refusal, .. } = talk;
+    let Talk { run, refusal, .. } = talk;
     let ended_well = match &answer {
-        Ok(_) => swrk.finish().is_ok_and(|status| status.success()),
+        Ok(_) => run.finish().is_ok_and(|status| status.success()),
         Err(_) => {
-            drop(swrk);
+            drop(run);
             false
         }
     };
@@ -156,7 +171,7 @@ pub(crate) fn run(
         (Err(broken), None) => Err(broken.into_error(&what)),
         (Ok(answer), None) if answer.success && ended_well => {
             let init = answer.restore.and_then(|restored| u32::try_from(restored.pid).ok()).unwrap_or(0);
-            is_in_place(init, &place.cgroup).map(|()| init)
+            is_in_place(init, &place.cgroup, inner.oci.is_none()).map(|()| init)
         }
         (Ok(_), None) => {
             let log = scratch.work().join(LOG);
@@ -222,13 +237,13 @@ fn other_surroundings(body: &Body, inner: &Inner) -> String {
 }
 
 /// The tree after CRIU has gone.
-fn is_in_place(init: u32, cgroup: &Cgroup) -> Result<()> {
+fn is_in_place(init: u32, cgroup: &Cgroup, ours: bool) -> Result<()> {
     let broken =
         |what: &str| Err(Error::new(ErrorKind::Internal, format!("the restored init, process {init}, {what}")));
     match Stat::read(init) {
         Some(stat) if stat.is_dead() => broken("ended at once"),
         None => broken("does not live"),
-        Some(stat) if stat.parent != std::process::id() => broken("is not a child of this process"),
+        Some(stat) if ours && stat.parent != std::process::id() => broken("is not a child of this process"),
         Some(_) => preflight::membership(cgroup, init).map(drop),
     }
 }
@@ -249,7 +264,7 @@ fn reset_strays(init: u32) {
 
 /// The conversation of one restore.
 struct Talk<'a> {
-    swrk: Swrk,
+    run: Run,
     place: &'a Place,
     body: &'a Body,
     caller: &'a Caller,
@@ -260,9 +275,9 @@ struct Talk<'a> {
 
 impl Talk<'_> {
     fn converse(&mut self, options: Options) -> Result<Response, Broken> {
-        self.swrk.ask(Kind::Restore, Some(options))?;
+        self.run.ask(Kind::Restore, options)?;
         loop {
-            let message = self.swrk.hear()?;
+            let message = self.run.hear()?;
             if message.kind() != Kind::Notify {
                 return Ok(message);
             }
@@ -281,7 +296,7 @@ impl Talk<'_> {
             if let Err(refusal) = done {
                 self.refusal = Some(refusal);
             }
-            self.swrk.answer(success)?;
+            self.run.answer(success)?;
         }
     }
 

@@ -13,13 +13,12 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use rustix::process::{Pid, PidfdFlags};
 
 use crate::cgroup::timespec;
+use crate::program::PATH;
 use crate::proto::{Kind, Options, Request, Response};
 use crate::sys::{self, Surroundings};
 
 /// CRIU gets this long to end by itself after its last word.
 const GRACE: Duration = Duration::from_secs(10);
-/// The tools that CRIU runs (`tar`, `ip`) are looked for here.
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// How the conversation broke off.
 #[derive(Debug)]

@@ -5,6 +5,7 @@
 
 mod breaking;
 mod conforming;
+mod containers;
 mod contents;
 mod dying;
 mod externals;

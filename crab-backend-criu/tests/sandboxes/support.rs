@@ -18,7 +18,7 @@ use crab_core::{
 use crab_examples::sandbox::{Config, ExampleHost, Sandbox, ScratchRoot, criu_binary, home};
 
 /// A server whose whole state is a number: `set N` and `get`, one line for each connection.
-const SERVER: &str = r#"
+pub(crate) const SERVER: &str = r#"
 import socket
 number = 0
 server = socket.socket()
@@ -96,7 +96,7 @@ pub(crate) async fn world_with(configure: impl FnOnce(CriuBuilder) -> CriuBuilde
     })
 }
 
-fn unique(what: &str) -> String {
+pub(crate) fn unique(what: &str) -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     format!("{what}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }

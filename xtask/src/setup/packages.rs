@@ -14,6 +14,7 @@ const TOOLS: &[(&str, &str)] = &[
     ("ip", "iproute2"),
     ("gcc", "gcc"),
     ("dpkg-deb", "dpkg"),
+    ("runc", "runc"),
 ];
 
 const KEYRING: (&str, &str) = (super::apt::KEYRING, "debian-archive-keyring");
