@@ -12,7 +12,7 @@ use crate::crash::{Crash, Moment};
 use crate::judge::{EndState, describe_tree};
 use crate::model::ModelServer;
 use crate::sandbox::{Config, ExecOptions, Sandbox, ScratchArea, delete_root, snapshot_root};
-use crate::service::{Restored, Service, ServiceConfig, Told};
+use crate::service::{Restored, Saving, Service, ServiceConfig, Told};
 use crate::session::Session;
 use crate::stand_in::{environment, stand_in};
 
@@ -41,6 +41,8 @@ pub struct Runner {
     pub start: Vec<String>,
     /// How the session's commands are run.
     pub commands: ExecOptions,
+    /// Which turns Crab saves.
+    pub saving: Saving,
     /// Hears how the run goes.
     pub progress: Box<dyn Fn(&Progress) + Send + Sync>,
 }
@@ -71,6 +73,8 @@ pub struct Outcome {
     pub restarts: usize,
     /// Each restore of the sandbox.
     pub restores: Vec<Restored>,
+    /// How long the work took, without what comes before and after it.
+    pub took: Duration,
     /// How long each response's commands took, the last time they ran.
     pub command_times: Vec<Duration>,
     /// Whether Crab saw kernel events.
@@ -100,6 +104,7 @@ impl Runner {
             command_times: Vec::new(),
             start: Vec::new(),
             commands: ExecOptions::default(),
+            saving: Saving::default(),
             progress: Box::new(|_| {}),
         }
     }
@@ -176,6 +181,7 @@ impl<'a> Run<'a> {
                 upstream: format!("http://{}", run.model.address()),
                 listen: ([127, 0, 0, 1], 0).into(),
                 processes: recovery == Recovery::Crab,
+                saving: runner.saving,
             };
             let service = Service::start(&runner.program, config).await?;
             run.outcome.bpf = service.bpf();
@@ -197,6 +203,7 @@ impl<'a> Run<'a> {
     }
 
     async fn work(mut self) -> Result<Outcome> {
+        let begun = Instant::now();
         loop {
             (self.runner.progress)(&Progress::Responses(self.agent.responses()));
             let results = match self.ask().await? {
@@ -216,6 +223,7 @@ impl<'a> Run<'a> {
                 None => self.recover().await?,
             }
         }
+        self.outcome.took = begun.elapsed();
         self.finish().await
     }
 

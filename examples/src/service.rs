@@ -16,8 +16,9 @@ use crab_backend_criu::CriuBackend;
 use crab_coordinator::resolve::ByPath;
 use crab_coordinator::{AfterRestore, Coordinator, GateRecord, Listen};
 use crab_core::{Digest, Error, ErrorKind, OperationId, Result, SandboxHost, SandboxId, StateDelta, TurnNumber};
+use crab_engine::policy::{Plan, Policy, View};
 use crab_engine::{Engine, EventKind, ProcessOutcome, RestoreOptions, Select};
-use crab_inspector::{Inspector, PollingInspector};
+use crab_inspector::{Inspector, PollingInspector, ProcessRule};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout};
@@ -40,6 +41,30 @@ pub struct ServiceConfig {
     pub listen: SocketAddr,
     /// Whether processes are saved too. Without, a restore brings the files back and starts the sandbox afresh.
     pub processes: bool,
+    /// Which turns are saved.
+    pub saving: Saving,
+}
+
+/// Which turns are saved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Saving {
+    /// What has changed, as Crab does it.
+    #[default]
+    Changed,
+    /// The same, but processes that ran at all count as changed.
+    Strict,
+    /// Files and processes at every turn, whatever has changed: what Crab is compared with.
+    Everything,
+}
+
+/// [`Saving::Everything`].
+struct Everything;
+
+impl Policy for Everything {
+    fn decide(&self, _view: &View<'_>) -> Plan {
+        Plan::FULL
+    }
 }
 
 /// An order to the service.
@@ -125,7 +150,7 @@ pub enum Message {
 pub async fn serve(config: ServiceConfig) -> Result<()> {
     let host = Arc::new(ExampleHost::new());
     let sandbox = host.keep(Sandbox::attach(&config.sandbox)?);
-    let (delta, bpf) = delta();
+    let (delta, bpf) = delta(config.saving);
     let mut builder = Engine::builder(config.directory.join("store"))
         .filesystem(Arc::new(BtrfsBackend::open(&config.versions)?))
         .host(Arc::clone(&host) as Arc<dyn SandboxHost>)
@@ -134,6 +159,9 @@ pub async fn serve(config: ServiceConfig) -> Result<()> {
         let images = config.directory.join("images");
         let processes = CriuBackend::builder().images(images).binary(criu_binary()).open().await?;
         builder = builder.process(Arc::new(processes));
+    }
+    if config.saving == Saving::Everything {
+        builder = builder.policy(Arc::new(Everything));
     }
     let engine = builder.open().await?;
     let id = &config.sandbox;
@@ -190,8 +218,12 @@ pub async fn serve(config: ServiceConfig) -> Result<()> {
 }
 
 /// The one with BPF where the kernel allows it.
-fn delta() -> (Arc<dyn StateDelta>, bool) {
-    match Inspector::load() {
+fn delta(saving: Saving) -> (Arc<dyn StateDelta>, bool) {
+    let rule = match saving {
+        Saving::Strict => ProcessRule::Strict,
+        Saving::Changed | Saving::Everything => ProcessRule::default(),
+    };
+    match Inspector::builder().process_rule(rule).load() {
         Ok(inspector) => (Arc::new(inspector), true),
         Err(error) => {
             eprintln!("without BPF, so with more checkpoints than needed: {error}");

@@ -12,7 +12,7 @@ use crab_core::Condition;
 use crab_examples::agent::Agent;
 use crab_examples::model::ModelServer;
 use crab_examples::sandbox::{Config, Sandbox, ScratchArea, criu_binary, home, leftovers, snapshot_root};
-use crab_examples::service::{Service, ServiceConfig};
+use crab_examples::service::{Saving, Service, ServiceConfig};
 use crab_examples::session::Session;
 
 const DEMO: &str = env!("CARGO_BIN_EXE_demo");
@@ -63,6 +63,7 @@ impl Stage {
             upstream: format!("http://{}", self.model.address()),
             listen: ([127, 0, 0, 1], 0).into(),
             processes: true,
+            saving: Saving::default(),
         }
     }
 

@@ -21,6 +21,8 @@ Tasks:
   demo [--seed N] [--crash-at TURN|random] [--json FILE]
                              setup, then the main job to watch: an agent's sandbox and Crab are killed at
                              six moments, and each time the work ends as if nothing had happened
+  eval [--traces DIR] [--quick] [--seed N] [--json FILE] [--html FILE]
+                             setup, then agent sessions under several ways to recover, with a crash in each
   test [--no-vm] [ARGS...]   setup, then `cargo test --workspace ARGS`, then the tests that need a virtual
                              machine where there are no ARGS; says what was skipped. --no-vm leaves
                              the virtual machine out
@@ -47,6 +49,7 @@ fn main() -> ExitCode {
     let outcome = match task {
         "setup" => setup::main(rest),
         "demo" => tasks::demo(rest),
+        "eval" => tasks::eval(rest),
         "test" => tasks::test(rest),
         "vm" => vm::main(rest),
         "bench" => tasks::bench(rest),

@@ -117,10 +117,16 @@ pub(crate) fn accuracy(arguments: &[String]) -> Result<ExitCode, String> {
     release("crab-benches", "crab-accuracy", arguments)
 }
 
+/// `cargo xtask eval [ARGS...]`: setup, then the evaluation, built for speed.
+pub(crate) fn eval(arguments: &[String]) -> Result<ExitCode, String> {
+    ready()?;
+    release("crab-benches", "crab-eval", arguments)
+}
+
 /// Builds a program of the workspace for speed and runs it.
 fn release(package: &str, program: &str, arguments: &[String]) -> Result<ExitCode, String> {
     let status = cargo()
-        .args(["run", "--release", "--quiet", "--package", package, "--bin", program, "--"])
+        .args(["run", "--release", "--package", package, "--bin", program, "--"])
         .args(arguments)
         .status()
         .map_err(|error| format!("cannot start cargo: {error}"))?;
