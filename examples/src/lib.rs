@@ -4,6 +4,7 @@
 
 pub mod agent;
 pub mod crash;
+pub mod interrupt;
 pub mod judge;
 pub mod model;
 pub mod run;

@@ -226,3 +226,24 @@ async fn a_full_disk_fails_that_checkpoint_and_keeps_the_versions() {
     drop(stage);
     assert_eq!(leftovers("bad-full"), Vec::<String>::new());
 }
+
+#[test]
+fn a_demo_that_is_told_to_stop_leaves_nothing_behind() {
+    if lacking() {
+        return;
+    }
+    let mut demo = Command::new(DEMO).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let name = format!("-{}", demo.id());
+    // In the middle of a run, when there is something to leave behind.
+    for _ in 0..600 {
+        if leftovers(&name).len() > 3 {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    assert!(!leftovers(&name).is_empty(), "a run has begun");
+    let pid = rustix::process::Pid::from_child(&demo);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert!(!demo.wait().unwrap().success());
+    assert_eq!(leftovers(&name), Vec::<String>::new());
+}

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use crab_core::{Error, ErrorKind, Result};
+use crab_examples::interrupt::interrupted;
 use crab_examples::sandbox::{leftovers, sweep};
 use crab_examples::service;
 
@@ -68,7 +69,7 @@ fn evaluate(words: &[String]) -> Result<()> {
     let results = runtime.block_on(async {
         tokio::select! {
             results = study.run() => results,
-            _ = tokio::signal::ctrl_c() => Err(Error::new(ErrorKind::Cancelled, "interrupted; all is cleaned up")),
+            _ = interrupted() => Err(Error::new(ErrorKind::Cancelled, "interrupted; all is cleaned up")),
         }
     });
     drop(runtime);

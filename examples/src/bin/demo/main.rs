@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use crab_core::{Error, ErrorKind, Result};
 use crab_examples::crash::{Crash, Moment, Numbers};
+use crab_examples::interrupt::interrupted;
 use crab_examples::run::{Outcome, Progress, Recovery, Runner};
 use crab_examples::sandbox::{criu_binary, home, leftovers, sweep};
 use crab_examples::service;
@@ -84,7 +85,7 @@ fn demo(arguments: &Arguments) -> Result<()> {
         tokio::select! {
             summary = all_runs(arguments, &program, Arc::clone(&session)) => summary,
             // Dropping the runs ends their processes and removes what they made.
-            _ = tokio::signal::ctrl_c() => Err(Error::new(ErrorKind::Cancelled, "interrupted; all is cleaned up")),
+            _ = interrupted() => Err(Error::new(ErrorKind::Cancelled, "interrupted; all is cleaned up")),
         }
     });
     drop(runtime);
