@@ -94,7 +94,7 @@ impl Restorer {
     /// Restores an artifact. See [`CheckpointBackend::restore`](crab_core::CheckpointBackend::restore).
     pub(crate) fn restore(&self, artifact: &Artifact, target: &RestoreTarget) -> Result<Restored> {
         let sandbox = &target.sandbox;
-        self.versions.require_outside(&Place::of(&sandbox.root)?.dataset)?;
+        self.versions.pool().require_here(&Place::of(&sandbox.root)?.dataset)?;
         failure::refuse_late(target.deadline, "the restore was begun")?;
         let _locked = self.versions.lock([&artifact.sandbox, &sandbox.id]);
 
@@ -103,6 +103,7 @@ impl Restorer {
         let earlier = self.settle(&sandbox.id)?;
         // Looked at only now, since what was left over may have been put in its place.
         let place = Place::of(&sandbox.root)?;
+        self.versions.require_outside(&place.dataset)?;
         let root = self.replaceable(&place)?;
         let keep = self.plan(target, earlier.as_ref(), &place, root.is_some())?;
         failure::refuse_late(target.deadline, "the restore was begun")?;
