@@ -6,6 +6,7 @@
 mod coordinator;
 mod criu;
 mod engine;
+mod filesystem;
 mod inspector;
 mod report;
 mod zfs;
@@ -23,6 +24,7 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("coordinator", "what the coordinator adds to a request and to a stream, beside nginx", coordinator::run),
     ("criu", "process checkpoints beside plain criu", criu::bench),
     ("engine", "an idle turn, a decision of the scheduler, two queues against one, a commit", engine::run),
+    ("filesystem", "captures, restores and differences, beside the tools of the file systems", filesystem::run),
     ("inspector", "how quickly turns are judged, and what being watched costs", inspector::run),
     ("zfs", "snapshots of a ZFS root beside the zfs tool (cargo xtask vm bench zfs)", zfs::run),
     ("report", "the cost of the bench's own clock", report::clock),
