@@ -325,6 +325,68 @@ pub(crate) fn search(fd: impl AsFd, tree: u64, first: Key, last: Key, mut item: 
     }
 }
 
+/// A part of a file on the disk.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FileExtent {
+    /// Where it begins.
+    pub(crate) place: u64,
+    /// Bytes of the file.
+    pub(crate) length: u64,
+    /// Whether the bytes on the disk are others, such as compressed ones.
+    pub(crate) encoded: bool,
+    /// Whether something else has it too.
+    pub(crate) shared: bool,
+}
+
+/// Gives the parts of a file that are on the disk and not in its tree.
+pub(crate) fn file_extents(file: impl AsFd, mut extent: impl FnMut(FileExtent)) -> Result<()> {
+    const COUNT: usize = 128;
+    #[repr(C)]
+    #[derive(Clone, Copy)]
+    struct Extent {
+        logical: u64,
+        physical: u64,
+        length: u64,
+        reserved: [u64; 2],
+        flags: u32,
+        reserved_too: [u32; 3],
+    }
+    #[repr(C)]
+    struct Args {
+        start: u64,
+        length: u64,
+        flags: u32,
+        mapped: u32,
+        count: u32,
+        reserved: u32,
+        extents: [Extent; COUNT],
+    }
+    const LAST: u32 = 1;
+    const NOWHERE: u32 = 0x2 | 0x4 | 0x200;
+    const ENCODED: u32 = 0x8;
+    const SHARED: u32 = 0x2000;
+    let mut from = 0;
+    loop {
+        // SAFETY: plain numbers, for which zero is a value.
+        let mut args: Args = unsafe { mem::zeroed() };
+        args.start = from;
+        args.length = u64::MAX - from;
+        args.count = COUNT as u32;
+        // SAFETY: the number belongs to the head of the structure; the kernel reads it in place and writes at most
+        // `count` extents behind it, where `extents` is.
+        unsafe { ioctl(file.as_fd(), Updater::<{ number::FS_IOC_FIEMAP as Opcode }, _>::new(&mut args)) }?;
+        let mapped = &args.extents[..(args.mapped as usize).min(COUNT)];
+        for found in mapped.iter().filter(|found| found.flags & NOWHERE == 0) {
+            let (encoded, shared) = (found.flags & ENCODED != 0, found.flags & SHARED != 0);
+            extent(FileExtent { place: found.physical, length: found.length, encoded, shared });
+        }
+        match mapped.last() {
+            Some(last) if last.flags & LAST == 0 => from = last.logical + last.length,
+            _ => return Ok(()),
+        }
+    }
+}
+
 /// Whether the caller may remove subvolumes. Searching a tree needs the same privilege and changes nothing.
 pub(crate) fn check_privilege(fd: impl AsFd) -> Result<()> {
     // SAFETY: plain numbers, for which zero is a value.

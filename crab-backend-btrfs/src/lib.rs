@@ -24,7 +24,8 @@
 //! - Mounts in the sandbox (tmpfs, bind mounts) are not part of the root and are not saved here.
 //! - A restore asks the cgroup whether tasks live, and this process's own mount namespace whether the root is mounted.
 //!   Mounts in a foreign namespace that outlived its tasks are not seen.
-//! - Where quota groups are on, a full quota counts as a full disk.
+//! - Where the quota of the subvolume in which the versions stand is used up, btrfs refuses removals too, until the
+//!   quota is raised. A sandbox's own quota stops only the sandbox; the root that a restore makes has none.
 
 mod backend;
 mod blocking;
@@ -43,6 +44,7 @@ mod restore;
 #[cfg(test)]
 mod restore_cut_short;
 mod send;
+mod space;
 pub mod subvolume;
 mod uuid;
 mod versions;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use crab_core::conformance::{self, BackendFixture};
 use crab_core::{CheckpointBackend, SandboxHost, SandboxId};
-use support::{FileHost, Pool};
+use support::{FileHost, Pool, Quotas};
 
 struct Fixture {
     backend: Arc<dyn CheckpointBackend>,
@@ -41,9 +41,27 @@ impl BackendFixture for Fixture {
     }
 }
 
+async fn conforms(pool: Pool) {
+    let fixture = Fixture { backend: Arc::new(pool.backend()), host: Arc::new(FileHost::new(pool)) };
+    conformance::backend(&fixture).await;
+}
+
 #[tokio::test]
 async fn the_backend_conforms() {
     let Some(pool) = Pool::new() else { return };
-    let fixture = Fixture { backend: Arc::new(pool.backend()), host: Arc::new(FileHost::new(pool)) };
-    conformance::backend(&fixture).await;
+    conforms(pool).await;
+}
+
+#[tokio::test]
+async fn the_backend_conforms_where_full_quota_groups_are_on() {
+    let Some(pool) = Pool::new() else { return };
+    pool.count(Quotas::Full);
+    conforms(pool).await;
+}
+
+#[tokio::test]
+async fn the_backend_conforms_where_simple_quota_groups_are_on() {
+    let Some(pool) = Pool::new() else { return };
+    pool.count(Quotas::Simple);
+    conforms(pool).await;
 }
