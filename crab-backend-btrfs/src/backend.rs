@@ -246,7 +246,7 @@ fn remove(versions: &Versions, restorer: &Restorer, artifact: &Artifact) -> Resu
     // With the last artifact goes the rest of the directory.
     let names = versions.names(&artifact.sandbox)?;
     if names.iter().all(|name| *name == versions.journal(&artifact.sandbox).file_name().unwrap_or_default()) {
-        if let Err(error) = restorer.forget_finished(&artifact.sandbox, &directory) {
+        if let Err(error) = restorer.forget_finished(&artifact.sandbox) {
             tracing::debug!(sandbox = %artifact.sandbox, %error, "a journal stays");
         }
         versions.tidy(&artifact.sandbox);
@@ -291,7 +291,7 @@ fn recover_sandbox(versions: &Versions, restorer: &Restorer, sandbox: &SandboxId
     remove_file(&versions::temporary(&journal))?;
     match restorer.settle(sandbox)? {
         // One that kept something is remembered, so that a second attempt of it knows what it kept.
-        Some(record) if record.keep == Keep::No => restorer.forget_finished(sandbox, &directory)?,
+        Some(record) if record.keep == Keep::No => restorer.forget_finished(sandbox)?,
         _ => {}
     }
     versions.tidy(sandbox);

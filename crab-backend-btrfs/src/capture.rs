@@ -12,7 +12,7 @@ use rustix::fs::RenameFlags;
 use rustix::io::Errno;
 
 use crate::subvolume::{self, Info, Uuid};
-use crate::versions::{Versions, capture_name};
+use crate::versions::{self, Versions, capture_name};
 use crate::{blocking, failure, ioctl};
 
 /// A snapshot in a sandbox's directory that is removed when this is dropped, which blocks for a moment. It takes no
@@ -109,7 +109,7 @@ impl Staged {
         }
         // Let go before the wait, so that several captures of one sandbox can share a commit.
         drop(locked);
-        versions.commit(&directory)?;
+        versions::commit(&directory, &path)?;
         snapshot.name = None;
         tracing::debug!(%sandbox, %artifact, "made a snapshot durable");
         Ok(versions.describe(&sandbox, &artifact, &info, root))

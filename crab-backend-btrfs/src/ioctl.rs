@@ -139,16 +139,6 @@ pub(crate) fn filesystem_id(fd: impl AsFd) -> Result<[u8; 16]> {
     Ok(args.fsid)
 }
 
-/// Starts the commit of the running transaction and waits for it: everything that was done to the filesystem's
-/// metadata before, and all data that had been written out, is then on stable storage. Other files' dirty data is not
-/// written, unlike with `syncfs`. Does next to nothing where no transaction is open.
-pub(crate) fn commit(fd: impl AsFd) -> Result<()> {
-    // SAFETY: the number belongs to a 64-bit number that the kernel fills.
-    let transaction = unsafe { ioctl(fd.as_fd(), Getter::<{ number::BTRFS_IOC_START_SYNC as Opcode }, u64>::new()) }?;
-    // SAFETY: the number belongs to a 64-bit number that the kernel reads.
-    unsafe { ioctl(fd, Setter::<{ number::BTRFS_IOC_WAIT_SYNC as Opcode }, u64>::new(transaction)) }
-}
-
 /// How a subvolume is sent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SendOptions {

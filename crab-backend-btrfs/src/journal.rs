@@ -2,20 +2,27 @@
 //!
 //! It says what was meant, not how far it came: that is read off the subvolumes themselves, whose uuids say which is
 //! which. So no step of a restore has to write here.
+//!
+//! A journal is the target of a symbolic link that leads nowhere. Unlike a file's content, that is a part of the tree: it
+//! reaches the disk with the commit that everything else of its moment reaches it with, neither earlier nor later, and
+//! nothing has to be waited for.
 
 use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use crab_core::{ArtifactId, Error, ErrorKind, OperationId, Result};
 
 use crate::subvolume::Uuid;
-use crate::versions::write_whole;
+use crate::versions::temporary;
 
 const HEAD: &str = "crab-btrfs-restore 1";
 const TAIL: &str = "end";
+/// What the target of a link can hold.
+const LONGEST: usize = 4000;
 
 /// What is done with the state that a restore replaces.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,19 +63,36 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// Writes the record; durable after the next commit.
+    /// Writes the record; durable with all that was done before when the filesystem is committed next.
     pub(crate) fn write(&self, path: &Path) -> Result<()> {
-        write_whole(path, &self.to_text())
+        let (text, temporary) = (self.to_text(), temporary(path));
+        if text.len() > LONGEST {
+            let message = format!("the path of the root {} is too long", self.root.display());
+            return Err(Error::new(ErrorKind::InvalidInput, message).fix("use a shorter one"));
+        }
+        let write = || -> io::Result<()> {
+            match fs::remove_file(&temporary) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => symlink(&text, &temporary)?,
+            }
+            fs::rename(&temporary, path)
+        };
+        write().map_err(|error| {
+            let _ = fs::remove_file(&temporary);
+            Error::io(format_args!("write {}", path.display()), error)
+        })
     }
 
     /// Reads the record, where there is one.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
-        let text = match fs::read_to_string(path) {
+        let text = match fs::read_link(path) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            // Something that is no link.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => PathBuf::new(),
             Err(error) => return Err(Error::io(format_args!("read {}", path.display()), error)),
         };
-        match Self::from_text(&text) {
+        match text.to_str().and_then(Self::from_text) {
             Some(record) => Ok(Some(record)),
             None => Err(Error::new(ErrorKind::Corrupt, format!("{} is not a whole journal", path.display()))
                 .fix("see whether a \".crab-restore\" stands beside the sandbox's root, then remove the file")),

@@ -21,7 +21,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -120,6 +120,11 @@ impl Place {
         Ok(Found::Subvolume(fd, info))
     }
 
+    /// Makes durable what was done here.
+    fn commit(&self) -> Result<()> {
+        versions::commit(&self.parent, self.path.parent().unwrap_or(&self.path))
+    }
+
     fn remove_staging(&self) -> Result<()> {
         ioctl::destroy_subvolume(&self.parent, &self.staging)
             .map_err(failure::at("remove the subvolume", &self.staging_path()))
@@ -166,10 +171,8 @@ impl Restorer {
         failure::refuse_late(target.deadline, "the restore was begun")?;
 
         let directory = self.versions.make(&sandbox.id)?;
-        if earlier.is_some() {
-            // What the earlier journal knows about must be gone for good before that journal is.
-            self.versions.commit(&directory)?;
-        }
+        // What an earlier journal knows about is gone before that journal is, on the disk too: all this is metadata, and
+        // commits keep its order.
         let record = Record {
             operation: target.operation.clone(),
             root: place.path.clone(),
@@ -191,7 +194,7 @@ impl Restorer {
             return Err(error);
         }
         drop(root);
-        let done = self.steps.done(Step::Swapped).and_then(|()| self.versions.commit(&directory));
+        let done = self.steps.done(Step::Swapped).and_then(|()| place.commit());
         if let Err(error) = done {
             // The swap stands in memory, and only the next mount tells whether it does on disk.
             return Err(error
@@ -336,7 +339,7 @@ impl Restorer {
             return Ok(Some(record));
         }
         // The clone must be gone for good before the journal that knows about it.
-        self.versions.commit(&place.parent)?;
+        place.commit()?;
         self.remove_journal(sandbox)?;
         Ok(None)
     }
@@ -373,10 +376,12 @@ impl Restorer {
     ///
     /// # Errors
     /// Where it is left in place, which does no harm.
-    pub(crate) fn forget_finished(&self, sandbox: &SandboxId, directory: impl AsFd) -> Result<()> {
-        if self.settle(sandbox)?.is_some() {
+    pub(crate) fn forget_finished(&self, sandbox: &SandboxId) -> Result<()> {
+        if let Some(record) = self.settle(sandbox)? {
             // The replaced tree must be gone for good before the journal that knows about it.
-            self.versions.commit(directory)?;
+            if record.root.parent().is_some_and(Path::exists) {
+                Place::of(&record.root)?.commit()?;
+            }
             self.remove_journal(sandbox)?;
         }
         Ok(())

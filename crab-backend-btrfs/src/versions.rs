@@ -237,11 +237,15 @@ impl Versions {
     pub(crate) fn sandboxes(&self) -> Result<Vec<SandboxId>> {
         Ok(names_in(&self.base)?.iter().filter_map(|name| SandboxId::new(name.to_str()?).ok()).collect())
     }
+}
 
-    /// Makes everything durable that was done before. Blocks.
-    pub(crate) fn commit(&self, fd: impl AsFd) -> Result<()> {
-        ioctl::commit(fd).map_err(failure::at("commit the filesystem of", &self.base))
-    }
+/// Makes durable what was done to the subvolumes in a directory: made, removed or renamed. Blocks.
+///
+/// The kernel commits the filesystem for that, on this thread, without the dirty data of others' files. (To start a
+/// commit and wait for it are two calls of btrfs, between which the one who is to do it may fall asleep for half a
+/// minute.)
+pub(crate) fn commit(directory: impl AsFd, path: &Path) -> Result<()> {
+    rustix::fs::fsync(directory).map_err(failure::at("commit the changes in", path))
 }
 
 /// An artifact without facts.
@@ -332,8 +336,7 @@ fn require_mark(path: &Path) -> Result<()> {
 }
 
 /// Puts a small file in place so that, after a crash too, the old content or the new one is there and nothing between.
-/// It is durable after the next commit.
-pub(crate) fn write_whole(path: &Path, text: &str) -> Result<()> {
+fn write_whole(path: &Path, text: &str) -> Result<()> {
     let temporary = temporary(path);
     let write = || -> io::Result<()> {
         let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;

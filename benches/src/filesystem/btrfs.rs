@@ -293,21 +293,25 @@ fn removals(scene: &Scene, report: &mut Report) -> Result<(), String> {
     Ok(())
 }
 
-/// The same turn in trees of 1,000 to 1,000,000 files.
+/// The same turn in trees of 1,000 to 1,000,000 files, one after the other in each round.
 fn tree_sizes(scene: &Scene, report: &mut Report) -> Result<(), String> {
-    let sandbox = scene.sandbox("sizes")?;
-    let (mut from, mut smallest) = (0, None);
+    let mut trees = Vec::new();
     for files in [1_000, 10_000, 100_000, 1_000_000] {
-        fill(&sandbox.root, from, files)?;
-        from = files;
-        scene.pool.sync()?;
-        let mut samples = Vec::new();
-        for _ in 0..25 {
-            scene.turn(&sandbox)?;
-            let (took, _, artifact) = scene.checkpoint(&sandbox)?;
+        let sandbox = scene.sandbox(&format!("files-{files}"))?;
+        fill(&sandbox.root, 0, files)?;
+        trees.push((files, sandbox, Vec::new()));
+    }
+    scene.pool.sync()?;
+    for _ in 0..40 {
+        for (_, sandbox, samples) in &mut trees {
+            scene.turn(sandbox)?;
+            let (took, _, artifact) = scene.checkpoint(sandbox)?;
             samples.push(took);
             scene.runtime.block_on(scene.backend.remove(&artifact)).map_err(text)?;
         }
+    }
+    let mut smallest = None;
+    for (files, _, mut samples) in trees {
         let took = percentile(&mut samples, 50.0);
         report.add(&format!("btrfs_capture_ms_p50_{files}_files"), took);
         let smallest = *smallest.get_or_insert(took);

@@ -62,7 +62,7 @@ fn freeze(pool: &Pool, root: &Path, name: &str) -> std::path::PathBuf {
 
 #[test]
 fn any_changes_are_found_as_a_walk_finds_them() {
-    let Some(pool) = Pool::with(512 << 20, &[]) else { return };
+    let Some(pool) = Pool::in_memory(512 << 20) else { return };
     let next = std::cell::Cell::new(0);
     let config = ProptestConfig { cases: 30, failure_persistence: None, ..ProptestConfig::default() };
     proptest!(config, |(seed: u64, before in 0..60_u32, between in 1..40_u32)| {
@@ -91,7 +91,7 @@ fn any_changes_are_found_as_a_walk_finds_them() {
 
 #[test]
 fn forks_that_are_changed_at_the_same_time_are_compared_too() {
-    let Some(pool) = Pool::with(512 << 20, &[]) else { return };
+    let Some(pool) = Pool::in_memory(512 << 20) else { return };
     let origin = pool.path().join("origin");
     subvolume::create(&origin).unwrap();
     (0..10).for_each(|_| Churn::new(5).step(&origin));

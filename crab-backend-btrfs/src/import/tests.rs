@@ -76,7 +76,7 @@ fn runtime() -> tokio::runtime::Runtime {
 
 /// Runs random changes on roots with these flags, and carries two states over, the second on top of the first.
 fn carried_over(flags: IFlags, cases: u32) {
-    let Some(pool) = Pool::with(1 << 30, &[]) else { return };
+    let Some(pool) = Pool::in_memory(1 << 30) else { return };
     let (runtime, backend) = (runtime(), pool.backend());
     let next = std::cell::Cell::new(0);
     let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };

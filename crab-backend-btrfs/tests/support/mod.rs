@@ -48,7 +48,18 @@ impl Pool {
     }
 
     pub fn with(bytes: u64, options: &[&str]) -> Option<Self> {
-        let pool = Self { directory: tempfile::Builder::new().prefix("crab-btrfs-test-").tempdir().unwrap() };
+        Self::at(&std::env::temp_dir(), bytes, options)
+    }
+
+    /// One whose disk is memory, where a commit need not wait: for tests of many steps and no power cuts.
+    pub fn in_memory(bytes: u64) -> Option<Self> {
+        let memory = Path::new("/dev/shm");
+        Self::at(if memory.is_dir() { memory } else { Path::new("/tmp") }, bytes, &[])
+    }
+
+    fn at(place: &Path, bytes: u64, options: &[&str]) -> Option<Self> {
+        let directory = tempfile::Builder::new().prefix("crab-btrfs-test-").tempdir_in(place).unwrap();
+        let pool = Self { directory };
         let made = fs::File::create(pool.image())
             .and_then(|file| file.set_len(bytes))
             .map_err(|error| error.to_string())
@@ -166,6 +177,13 @@ impl Drop for Pool {
         let _ = run("umount", ["-l".as_ref(), self.path().as_os_str()]);
         eprintln!("{} was busy and is unmounted lazily", self.path().display());
     }
+}
+
+/// A sandbox of the pool at this path, without tasks.
+pub fn sandbox_in(pool: &Path, name: &str) -> Sandbox {
+    let id = SandboxId::new(name).unwrap();
+    let root = pool.join("boxes").join(name);
+    Sandbox::new(id, root, pool.join("no-cgroup").join(name))
 }
 
 pub fn artifact_id(name: &str) -> ArtifactId {
