@@ -1,9 +1,30 @@
 //! Recorded agent sessions: JSON lines, first a head, then one line for each tool call in recorded order.
 //!
-//! The head names `task`, `start_state{kind, cwd}` and, in the project's own sessions, `judge`: what is known not to be
-//! the same twice (`ignore`, paths) and what to ask the finished sandbox (`probes`, commands). A call has `tool`,
-//! `llm_turn` (calls of one model response share it), `llm_ms` on the first call of a response, and the tool's own
-//! fields: `command`, `path`, `content`, `old`, `edits`. Unknown fields are passed over.
+//! The head:
+//!
+//! - `task`: what the user asked for.
+//! - `start_state`: `kind` is `empty` for a session that begins with the bare root; `cwd` is where it works.
+//! - `judge`, in the project's own sessions: what is known not to be the same twice (`ignore`, paths whose content is not
+//!   compared, nor anything below them) and what to ask the finished sandbox (`probes`, commands; their output is
+//!   compared, and they run one after the other).
+//! - `source`, `licence`, `agent`, `model`, `labels`, `rerun_offline`: where it comes from, for people.
+//!
+//! A call:
+//!
+//! - `turn`: its number, from 1 on.
+//! - `tool`, with its own fields: `bash` has `command` (it runs in `/root`, unless a runner is told otherwise);
+//!   `write_file` has `path` and `content`; `edit` replaces `old` in `path` by `content`; `multi_edit` has a list of such
+//!   `edits`; `read_file`, `list_dir`, `glob` and `grep` have `path`. Tools with no effect in a sandbox do nothing.
+//! - `llm_turn`: the model's response that asked for it. Calls of one response follow each other; with `parallel_group`
+//!   they do not depend on each other and may run at once.
+//! - `llm_ms`, on the first call of a response: how long the model took, in milliseconds. Two seconds where it is missing.
+//! - `background`: it leaves processes behind on purpose. `read_only`: by its looks it changes nothing; a hint.
+//!
+//! Unknown fields are passed over.
+//!
+//! The sessions in `examples/sessions` need nothing but the sandboxes' root of `cargo xtask setup`. Each ends the same
+//! every time: commits have fixed dates, whoever starts a server waits until it answers, and no result depends on how
+//! fast something was.
 
 use std::path::Path;
 use std::time::Duration;
@@ -80,6 +101,24 @@ struct Line {
     rest: Map<String, Value>,
 }
 
+/// The sessions that the project ships: name and text.
+const SHIPPED: [(&str, &str); 14] = [
+    ("ticket-desk", include_str!("../sessions/ticket-desk.jsonl")),
+    ("calc-bisect", include_str!("../sessions/calc-bisect.jsonl")),
+    ("glyph-build", include_str!("../sessions/glyph-build.jsonl")),
+    ("incident-review", include_str!("../sessions/incident-review.jsonl")),
+    ("interval-repair", include_str!("../sessions/interval-repair.jsonl")),
+    ("job-queue", include_str!("../sessions/job-queue.jsonl")),
+    ("loan-database", include_str!("../sessions/loan-database.jsonl")),
+    ("metrics-relay", include_str!("../sessions/metrics-relay.jsonl")),
+    ("night-watch", include_str!("../sessions/night-watch.jsonl")),
+    ("package-shop", include_str!("../sessions/package-shop.jsonl")),
+    ("parallel-audit", include_str!("../sessions/parallel-audit.jsonl")),
+    ("repl-survey", include_str!("../sessions/repl-survey.jsonl")),
+    ("scratch-work", include_str!("../sessions/scratch-work.jsonl")),
+    ("stdlib-research", include_str!("../sessions/stdlib-research.jsonl")),
+];
+
 /// The fields of a call that are its input.
 const INPUT: [&str; 8] = ["command", "path", "content", "old", "edits", "args", "background", "session_id"];
 
@@ -135,7 +174,30 @@ impl Session {
     /// # Errors
     /// None, in a whole checkout.
     pub fn ticket_desk() -> Result<Self> {
-        Self::parse("ticket-desk", include_str!("../sessions/ticket-desk.jsonl"))
+        Self::named("ticket-desk")
+    }
+
+    /// The shipped session of this name.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] where there is none.
+    pub fn named(name: &str) -> Result<Self> {
+        match SHIPPED.iter().find(|(shipped, _)| *shipped == name) {
+            Some((_, text)) => Self::parse(name, text),
+            None => {
+                let names: Vec<_> = SHIPPED.iter().map(|(name, _)| *name).collect();
+                Err(Error::new(ErrorKind::NotFound, format!("no session {name} is shipped"))
+                    .fix(format!("take one of {}", names.join(", "))))
+            }
+        }
+    }
+
+    /// All shipped sessions, the demo's first.
+    ///
+    /// # Errors
+    /// None, in a whole checkout.
+    pub fn all() -> Result<Vec<Self>> {
+        SHIPPED.iter().map(|(name, text)| Self::parse(name, text)).collect()
     }
 }
 
@@ -233,6 +295,19 @@ mod tests {
         assert!(session.responses.len() >= 25);
         assert!(session.responses.iter().any(|response| response.calls.len() > 1), "it has parallel calls");
         assert!(!session.judge.probes.is_empty());
+    }
+
+    #[test]
+    fn every_session_in_the_folder_is_shipped_and_can_be_judged() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("sessions");
+        let all = Session::all().unwrap();
+        assert_eq!(std::fs::read_dir(folder).unwrap().count(), all.len());
+        for session in all {
+            assert!(session.responses.len() >= 12, "{}", session.name);
+            assert!(session.judge.ignore.iter().chain([&session.cwd]).all(|path| path.starts_with('/')));
+            assert_eq!(Session::named(&session.name).unwrap().responses.len(), session.responses.len());
+        }
+        assert_eq!(Session::named("none").unwrap_err().kind(), ErrorKind::NotFound);
     }
 
     #[test]
