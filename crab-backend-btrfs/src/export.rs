@@ -59,7 +59,9 @@ pub(crate) struct Export {
 /// Begins to send.
 pub(crate) fn start(export: Export) -> Result<Box<dyn ByteStream>> {
     let version = send::version();
-    let options = SendOptions { parent: export.base, without_data: false, version, compressed: version >= 2 };
+    // Compressed data is sent as what comes out of it. The kernel would send it as it is stored, but does not take every
+    // such piece back: not one that begins within a sector, or ends within one before the file's end.
+    let options = SendOptions { parent: export.base, without_data: false, version };
     let sending = Sending::start(export.root, options)?;
     let (sender, receiver) = channel(PIECES);
     blocking::later(move || {

@@ -148,8 +148,6 @@ pub(crate) struct SendOptions {
     pub(crate) without_data: bool,
     /// 1 or 2.
     pub(crate) version: u32,
-    /// Send compressed data as it is stored. Takes version 2.
-    pub(crate) compressed: bool,
 }
 
 /// Writes the stream of the read-only subvolume whose root `snapshot` is into `output`. Runs until all is written.
@@ -162,9 +160,6 @@ pub(crate) fn send(snapshot: impl AsFd, output: impl AsFd, options: SendOptions)
     let mut flags = raw::BTRFS_SEND_FLAG_VERSION;
     if options.without_data {
         flags |= raw::BTRFS_SEND_FLAG_NO_FILE_DATA;
-    }
-    if options.compressed {
-        flags |= raw::BTRFS_SEND_FLAG_COMPRESSED;
     }
     // From these, besides what is sent itself, ranges may be shared.
     let mut sources = [options.parent];

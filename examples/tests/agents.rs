@@ -197,7 +197,14 @@ async fn dies_and_ends_its_work(recipe: &Recipe) {
         }
     }
     until(&sandbox, "the agent's last words", || read(root.path(), "root/said").contains(model::LAST_WORDS)).await;
-    assert_eq!(read(root.path(), "root/done"), "step 1\nstep 2\n", "{}", read(root.path(), "root/said"));
+    let done = read(root.path(), "root/done");
+    let mut steps: Vec<&str> = done.lines().collect();
+    if recipe.resume.is_some() {
+        // It asks its model before its session on disk holds the last result: what was restored may lack that, and then
+        // the relaunched agent repeats the step.
+        steps.dedup();
+    }
+    assert_eq!(steps, ["step 1", "step 2"], "{}", read(root.path(), "root/said"));
 
     bridging.abort();
     coordinator.shutdown(Duration::from_secs(1)).await;

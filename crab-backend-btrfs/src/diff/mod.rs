@@ -166,7 +166,7 @@ struct Steps {
 
 impl Steps {
     fn between(from: &Side, to: &Side, version: u32) -> Result<Self> {
-        let options = SendOptions { parent: from.id, without_data: true, version, compressed: false };
+        let options = SendOptions { parent: from.id, without_data: true, version };
         let root = to.root.try_clone().map_err(|error| Error::io("duplicate a descriptor", error))?;
         let mut sending = Sending::start(root, options)?;
         let mut steps = Self { names: Names::new(), made: HashSet::new(), ranges: HashMap::new() };
