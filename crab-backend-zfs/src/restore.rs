@@ -98,9 +98,11 @@ impl Restorer {
         failure::refuse_late(target.deadline, "the restore was begun")?;
         let _locked = self.versions.lock([&artifact.sandbox, &sandbox.id]);
 
-        let source = self.versions.find_whole(artifact)?;
+        self.versions.find_whole(artifact)?;
         busy::refuse_tasks(&sandbox.cgroup)?;
         let earlier = self.settle(&sandbox.id)?;
+        // It may have moved to another dataset.
+        let source = self.versions.find_whole(artifact)?;
         // Looked at only now, since what was left over may have been put in its place.
         let place = Place::of(&sandbox.root)?;
         self.versions.require_outside(&place.dataset)?;

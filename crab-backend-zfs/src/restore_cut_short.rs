@@ -139,7 +139,6 @@ async fn a_failure_after_each_step_leaves_old_or_new() {
 }
 
 #[tokio::test]
-#[ignore = "slow in the emulated machine, and not seen through to its end there yet"]
 async fn a_kill_after_each_step_leaves_old_or_new() {
     let Some(pool) = Pool::new() else { return };
     for (n, step) in STEPS.into_iter().enumerate() {
