@@ -33,7 +33,10 @@ struct Containers {
     all: Mutex<HashMap<SandboxId, Container>>,
 }
 
-const GROUP: &str = "crab-test-oci";
+/// A container's cgroup, below each hierarchy: one level, so that runc takes all of it away with the container.
+fn group(id: &SandboxId) -> String {
+    format!("crab-test-{id}")
+}
 
 fn ip(words: &[&str]) {
     assert!(Command::new("ip").args(words).status().unwrap().success(), "{words:?}");
@@ -44,18 +47,18 @@ fn network(id: &SandboxId) -> PathBuf {
     Path::new("/run/netns").join(id.as_str())
 }
 
-/// Where cgroup v2 is mounted.
-fn hierarchy() -> PathBuf {
+/// Where cgroups are mounted, by the kind of hierarchy: `cgroup` for each of version 1, `cgroup2`.
+fn hierarchies(kind: &str) -> Vec<PathBuf> {
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
-    let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some("cgroup2")).expect("cgroup v2 is mounted");
-    line.split(' ').nth(1).unwrap().into()
+    let lines = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+    lines.filter(|words| words[2] == kind).map(|words| words[1].into()).collect()
 }
 
 impl Containers {
     fn new(images: &Path) -> Self {
         let base = tempfile::tempdir().unwrap();
         std::fs::create_dir(base.path().join("bundles")).unwrap();
-        Self { base, images: images.to_owned(), hierarchy: hierarchy(), all: Mutex::default() }
+        Self { base, images: images.to_owned(), hierarchy: hierarchies("cgroup2").remove(0), all: Mutex::default() }
     }
 
     fn state(&self) -> PathBuf {
@@ -103,12 +106,12 @@ impl Containers {
             ],
             "annotations": {"org.criu.config": self.images.join(format!(".oci/{id}.conf"))},
             "linux": {
-                "cgroupsPath": format!("/{GROUP}/{id}"),
+                "cgroupsPath": format!("/{}", group(&id)),
                 "namespaces": namespaces,
             },
         });
         std::fs::write(bundle.join("config.json"), configuration.to_string()).unwrap();
-        let cgroup = self.hierarchy.join(GROUP).join(id.as_str());
+        let cgroup = self.hierarchy.join(group(&id));
         std::fs::create_dir_all(&cgroup).unwrap();
         self.all.lock().unwrap().insert(id.clone(), Container { root, cgroup, init: None });
         id
@@ -171,7 +174,6 @@ impl Drop for Containers {
             let _ = std::fs::remove_dir(self.cgroup(&id));
             ip(&["netns", "delete", id.as_str()]);
         }
-        let _ = std::fs::remove_dir(self.hierarchy.join(GROUP));
     }
 }
 
@@ -267,5 +269,13 @@ async fn the_backend_over_runc_passes_the_suite_of_backends() {
     let runtime = OciRuntime::new("/usr/sbin/runc", containers.state(), containers.base.path().join("bundles"));
     let builder = CriuBackend::builder().images(images.path()).capture_dir(captures.path()).binary(criu_binary());
     let backend = Arc::new(builder.oci_runtime(runtime).open().await.unwrap());
-    crab_core::conformance::backend(&Fixture { containers, backend }).await;
+    let fixture = Fixture { containers, backend };
+    crab_core::conformance::backend(&fixture).await;
+    let ids: Vec<SandboxId> = fixture.containers.all.lock().unwrap().keys().cloned().collect();
+    drop(fixture);
+    for hierarchy in hierarchies("cgroup").into_iter().chain(hierarchies("cgroup2")) {
+        for id in &ids {
+            assert!(!hierarchy.join(group(id)).exists(), "{} is left", hierarchy.join(group(id)).display());
+        }
+    }
 }

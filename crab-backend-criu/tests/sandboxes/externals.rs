@@ -284,19 +284,19 @@ async fn a_directory_of_the_host_is_mounted_again_where_it_is_declared() {
     let sandbox = world.with_server();
     let shared = tempfile::tempdir().unwrap();
     std::fs::write(shared.path().join("note"), "of the host").unwrap();
-    std::fs::create_dir(sandbox.root().join("work")).unwrap();
-    mount_inside(&sandbox, shared.path(), "/work");
-    run(&sandbox, "cat /work/note; (exec 5</work/note; exec sleep 1000) </dev/null >/dev/null 2>&1 &");
+    std::fs::create_dir(sandbox.root().join("shared")).unwrap();
+    mount_inside(&sandbox, shared.path(), "/shared");
+    run(&sandbox, "cat /shared/note; (exec 5</shared/note; exec sleep 1000) </dev/null >/dev/null 2>&1 &");
     let error = world.checkpoint_with(&sandbox, &[]).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotCheckpointable, "{error}");
-    assert!(error.to_string().contains("/work"), "{error}");
+    assert!(error.to_string().contains("/shared"), "{error}");
 
-    let mount = External::Mount { inside: "/work".into() };
+    let mount = External::Mount { inside: "/shared".into() };
     let artifact = world.checkpoint_with(&sandbox, std::slice::from_ref(&mount)).await.unwrap();
     sandbox.kill().unwrap();
     let given = InheritedFd { external: mount, fd: std::fs::File::open(shared.path()).unwrap().into() };
     world.restore_with(&sandbox, &artifact, vec![given]).await.unwrap();
-    assert_eq!(run(&sandbox, "cat /work/note; cat /proc/$(pgrep -x sleep)/fd/5"), "of the hostof the host");
+    assert_eq!(run(&sandbox, "cat /shared/note; cat /proc/$(pgrep -x sleep)/fd/5"), "of the hostof the host");
 }
 
 #[tokio::test(flavor = "multi_thread")]

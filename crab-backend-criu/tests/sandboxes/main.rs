@@ -11,7 +11,6 @@ mod dying;
 mod externals;
 mod files_of_the_cut;
 mod kinds;
-mod measuring;
 mod refusing;
 mod storing;
 mod support;
