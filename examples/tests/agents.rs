@@ -19,7 +19,9 @@ use crab_coordinator::resolve::OneSandbox;
 use crab_coordinator::{AfterRestore, Coordinator, GateRecord};
 use crab_core::{SandboxHost, SandboxId, StateDelta};
 use crab_engine::{Engine, ProcessOutcome, RestoreOptions, Select};
-use crab_examples::sandbox::{Config, ExampleHost, ExecOptions, Sandbox, ScratchRoot, criu_binary, delete_root, home};
+use crab_examples::sandbox::{
+    Config, ExampleHost, ExecOptions, Sandbox, ScratchArea, criu_binary, home, snapshot_root,
+};
 use crab_inspector::{Inspector, PollingInspector};
 use tokio::sync::watch;
 
@@ -67,22 +69,6 @@ const CLAUDE: Recipe = Recipe {
     resume: None,
     env: CLAUDE_ENV,
 };
-
-/// Kept versions of the files, removed with all that is in them.
-struct Versions(PathBuf);
-
-impl Drop for Versions {
-    fn drop(&mut self) {
-        for sandbox in std::fs::read_dir(&self.0).into_iter().flatten().flatten() {
-            for version in std::fs::read_dir(sandbox.path()).into_iter().flatten().flatten() {
-                if version.path().is_dir() {
-                    let _ = delete_root(&version.path());
-                }
-            }
-        }
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 fn delta() -> Arc<dyn StateDelta> {
     match Inspector::load() {
@@ -139,26 +125,26 @@ async fn dies_and_ends_its_work(recipe: &Recipe) {
     })
     .await;
 
-    let root = ScratchRoot::new(recipe.name).unwrap();
+    let area = ScratchArea::new(recipe.name).unwrap();
+    let root = area.path().join("root");
+    snapshot_root(&root).unwrap();
     for (from, to) in recipe.files {
-        copy(&agents.join(from), &root.path().join(to));
+        copy(&agents.join(from), &root.join(to));
     }
     if let Some((path, text)) = recipe.config {
-        let path = root.path().join(path);
+        let path = root.join(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, text).unwrap();
     }
-    let store = tempfile::tempdir().unwrap();
-    let versions = Versions(home().join(format!("pool/scratch/{}-versions-{}", recipe.name, std::process::id())));
     let id: SandboxId = format!("{}-{}", recipe.name, std::process::id()).parse().unwrap();
     let host = Arc::new(ExampleHost::new());
-    let sandbox = host.launch(Config::new(id.clone(), root.path())).unwrap();
-    let mut builder = Engine::builder(store.path().join("store"))
-        .filesystem(Arc::new(BtrfsBackend::open(&versions.0).unwrap()))
+    let sandbox = host.launch(Config::new(id.clone(), &root)).unwrap();
+    let mut builder = Engine::builder(area.path().join("store"))
+        .filesystem(Arc::new(BtrfsBackend::open(area.path().join("versions")).unwrap()))
         .host(Arc::clone(&host) as Arc<dyn SandboxHost>)
         .delta(delta());
     if recipe.resume.is_none() {
-        let images = store.path().join("images");
+        let images = area.path().join("images");
         let processes = CriuBackend::builder().images(images).binary(criu_binary()).open().await.unwrap();
         builder = builder.process(Arc::new(processes));
     }
@@ -167,7 +153,7 @@ async fn dies_and_ends_its_work(recipe: &Recipe) {
     let (coordinator, boundaries) = Coordinator::builder()
         .upstream(format!("http://{}", model.address))
         .listen(crab_coordinator::Listen::loopback(), OneSandbox(id.clone()))
-        .journal(store.path().join("journal"))
+        .journal(area.path().join("journal"))
         .start()
         .await
         .unwrap();
@@ -184,7 +170,7 @@ async fn dies_and_ends_its_work(recipe: &Recipe) {
         turns.len() == 2 && matches!(turns[1].gate, GateRecord::Durable(_))
     })
     .await;
-    assert_eq!(read(root.path(), "root/done"), "step 1\n");
+    assert_eq!(read(&root, "root/done"), "step 1\n");
     std::fs::write(sandbox.cgroup().join("cgroup.kill"), "1").unwrap();
 
     let report = engine.restore(&id, Select::Latest, RestoreOptions::default()).await.unwrap();
@@ -196,15 +182,15 @@ async fn dies_and_ends_its_work(recipe: &Recipe) {
             exec(&sandbox, background(resume), recipe.env).await;
         }
     }
-    until(&sandbox, "the agent's last words", || read(root.path(), "root/said").contains(model::LAST_WORDS)).await;
-    let done = read(root.path(), "root/done");
+    until(&sandbox, "the agent's last words", || read(&root, "root/said").contains(model::LAST_WORDS)).await;
+    let done = read(&root, "root/done");
     let mut steps: Vec<&str> = done.lines().collect();
     if recipe.resume.is_some() {
         // It asks its model before its session on disk holds the last result: what was restored may lack that, and then
         // the relaunched agent repeats the step.
         steps.dedup();
     }
-    assert_eq!(steps, ["step 1", "step 2"], "{}", read(root.path(), "root/said"));
+    assert_eq!(steps, ["step 1", "step 2"], "{}", read(&root, "root/said"));
 
     bridging.abort();
     coordinator.shutdown(Duration::from_secs(1)).await;

@@ -60,6 +60,16 @@ async fn twenty_random_crashes_end_as_the_run_without_a_fault() {
     let turns = runner.session.responses.len();
     let truth = runner.truth("seeds-truth").await.unwrap();
     runner.command_times = truth.command_times.clone();
+
+    let calm = runner.run("seeds-calm", Recovery::Crab, None).await.unwrap();
+    assert_eq!(calm.end.differences(&truth.end), Vec::<String>::new(), "with Crab and without a crash");
+    assert_eq!((calm.told.covered.len(), &calm.told.uncovered[..]), (turns + 1, &[][..]));
+    if calm.bpf {
+        // Ten of the session's responses only read files, and more leave nothing behind.
+        let skips = calm.told.covered.iter().filter(|turn| turn.captured == "skip").count();
+        assert!(skips >= 8, "turns that change nothing made versions: {:?}", calm.told.covered);
+    }
+
     let crashes = (1..=20).map(|seed| (seed, Crash::random(seed, turns))).collect();
     for (seed, crash, outcome) in all(Arc::new(runner), "seeds", crashes).await {
         let outcome = outcome.unwrap_or_else(|error| panic!("seed {seed}, {crash:?}: {error}"));
