@@ -20,6 +20,10 @@ use tracing::span::{Attributes, Id, Record};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::{LookupSpan, Registry};
 
+/// Held by each test. Whether anybody listens to a span is remembered for the whole process: a test that runs the same
+/// code without listening, at the same moment, would make the others deaf.
+static ALONE: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
 #[derive(Clone, Debug, Default)]
 struct Seen {
     name: &'static str,
@@ -94,6 +98,7 @@ impl Trace {
 
 #[tokio::test]
 async fn every_turn_is_one_tree_of_spans_from_its_boundary_to_its_verdict() {
+    let _alone = ALONE.lock().await;
     let f = Fixture::new();
     let engine = f.engine().await;
     let trace = Trace::default();
@@ -123,6 +128,7 @@ async fn every_turn_is_one_tree_of_spans_from_its_boundary_to_its_verdict() {
 
 #[tokio::test]
 async fn skipped_and_failed_turns_tell_what_became_of_them() {
+    let _alone = ALONE.lock().await;
     let f = Fixture::new();
     let engine = f.engine().await;
     f.covered(&engine, 1).await;
@@ -210,6 +216,7 @@ impl Recorder for Meters {
 
 #[test]
 fn the_metrics_have_the_names_that_dashboards_know() {
+    let _alone = ALONE.blocking_lock();
     let meters = Meters::default();
     metrics::with_local_recorder(&meters, || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
