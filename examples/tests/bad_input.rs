@@ -11,7 +11,9 @@ use std::sync::Arc;
 use crab_core::Condition;
 use crab_examples::agent::Agent;
 use crab_examples::model::ModelServer;
-use crab_examples::sandbox::{Config, Sandbox, ScratchArea, criu_binary, home, leftovers, snapshot_root};
+use crab_examples::sandbox::{
+    Config, Sandbox, ScratchArea, criu_binary, home, left_for_good, leftovers, snapshot_root,
+};
 use crab_examples::service::{Saving, Service, ServiceConfig};
 use crab_examples::session::Session;
 
@@ -129,7 +131,7 @@ async fn a_second_engine_on_the_same_store_is_refused_and_the_first_works_on() {
     let told = service.stop().await.unwrap();
     assert_eq!((told.covered.len(), told.uncovered.len()), (1, 0));
     drop(stage);
-    assert_eq!(leftovers("bad-second"), Vec::<String>::new());
+    assert_eq!(left_for_good("bad-second"), Vec::<String>::new());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -160,7 +162,7 @@ async fn alien_files_in_the_store_are_stepped_over_and_left_alone() {
     assert_eq!(told.uncovered, []);
     assert!(aliens.iter().all(|alien| alien.exists()));
     drop(stage);
-    assert_eq!(leftovers("bad-alien"), Vec::<String>::new());
+    assert_eq!(left_for_good("bad-alien"), Vec::<String>::new());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -224,7 +226,7 @@ async fn a_full_disk_fails_that_checkpoint_and_keeps_the_versions() {
     assert_eq!(told.covered.iter().map(|turn| turn.version).max(), Some(2), "{told:?}");
     drop(disk);
     drop(stage);
-    assert_eq!(leftovers("bad-full"), Vec::<String>::new());
+    assert_eq!(left_for_good("bad-full"), Vec::<String>::new());
 }
 
 #[test]
@@ -245,5 +247,5 @@ fn a_demo_that_is_told_to_stop_leaves_nothing_behind() {
     let pid = rustix::process::Pid::from_child(&demo);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     assert!(!demo.wait().unwrap().success());
-    assert_eq!(leftovers(&name), Vec::<String>::new());
+    assert_eq!(left_for_good(&name), Vec::<String>::new());
 }

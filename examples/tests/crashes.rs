@@ -4,12 +4,11 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use crab_core::{Error, Result};
 use crab_examples::crash::{Crash, Moment, Numbers};
 use crab_examples::run::{Outcome, Recovery, Runner};
-use crab_examples::sandbox::{criu_binary, home, leftovers};
+use crab_examples::sandbox::{criu_binary, home, left_for_good};
 use crab_examples::session::Session;
 
 /// Why the machine cannot run these tests, said once per test.
@@ -23,18 +22,6 @@ fn lacking() -> bool {
 
 fn runner(session: Session) -> Runner {
     Runner::new(Arc::new(session), Path::new(env!("CARGO_BIN_EXE_demo")))
-}
-
-/// The runs of these tests have names of their own, so that what they leave can be told.
-fn assert_nothing_left(name: &str) {
-    // The kernel takes a dead cgroup's last process away a moment after its end.
-    for _ in 0..50 {
-        if leftovers(name).is_empty() {
-            return;
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    assert_eq!(leftovers(name), Vec::<String>::new());
 }
 
 /// Runs some crashes at a time and says of each how it ended.
@@ -79,7 +66,7 @@ async fn twenty_random_crashes_end_as_the_run_without_a_fault() {
         assert!(lives.contains(&outcome.restores.len()), "seed {seed}, {crash:?}: {:?}", outcome.restores);
         assert_eq!(outcome.restarts > 0, crash.moment.ends_crab(), "seed {seed}, {crash:?}");
     }
-    assert_nothing_left("seeds-");
+    assert_eq!(left_for_good("seeds-"), Vec::<String>::new());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -97,5 +84,5 @@ async fn less_than_files_and_processes_does_not_end_the_same() {
         let differences = outcome.end.differences(&truth.end);
         assert!(differences.iter().any(|line| line.contains("7070 COUNT")), "{recovery:?}: {differences:?}");
     }
-    assert_nothing_left("less-");
+    assert_eq!(left_for_good("less-"), Vec::<String>::new());
 }

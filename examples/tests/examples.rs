@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crab_examples::sandbox::{criu_binary, home, leftovers};
+use crab_examples::sandbox::{criu_binary, home, left_for_good};
 
 /// Runs an example to its end, and returns what it printed.
 fn run(name: &str) -> Option<String> {
@@ -18,7 +18,7 @@ fn run(name: &str) -> Option<String> {
     let output = Command::new(program).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
-    assert_eq!(leftovers(&format!("{name}-")), Vec::<String>::new());
+    assert_eq!(left_for_good(&format!("{name}-")), Vec::<String>::new());
     Some(said)
 }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crab_examples::crash::{Crash, Moment};
 use crab_examples::run::{Recovery, Runner};
-use crab_examples::sandbox::{criu_binary, home, leftovers};
+use crab_examples::sandbox::{criu_binary, home, left_for_good};
 use crab_examples::session::Session;
 
 /// Sessions that end the same twice on a stand-in for their repository; a crash in each.
@@ -52,5 +52,5 @@ async fn sessions_of_real_agents_end_as_without_the_crash() {
         assert!(outcome.crashed && !outcome.restores.is_empty(), "{name}");
         assert_eq!(outcome.end.differences(&truth.end), Vec::<String>::new(), "{name}");
     }
-    assert_eq!(leftovers("recorded-"), Vec::<String>::new());
+    assert_eq!(left_for_good("recorded-"), Vec::<String>::new());
 }

@@ -12,7 +12,7 @@ use std::process::ExitCode;
 
 use crab_core::{Error, ErrorKind, Result};
 use crab_examples::interrupt::interrupted;
-use crab_examples::sandbox::{leftovers, sweep};
+use crab_examples::sandbox::{left_for_good, sweep};
 use crab_examples::service;
 
 use study::Study;
@@ -73,7 +73,7 @@ fn evaluate(words: &[String]) -> Result<()> {
         }
     });
     drop(runtime);
-    let left = leftovers(&format!("-{}", std::process::id()));
+    let left = left_for_good(&format!("-{}", std::process::id()));
     if !left.is_empty() {
         return Err(Error::new(ErrorKind::Internal, format!("left behind: {}", left.join(", "))));
     }

@@ -1,6 +1,7 @@
 //! What a run left on the host: its tests and the demo look here after they have cleaned up.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use super::cgroup;
 use super::roots::home;
@@ -29,4 +30,18 @@ pub fn leftovers(name: &str) -> Vec<String> {
         }
     }
     found
+}
+
+/// The same, when what goes by itself has gone: the parent of a dead process, which may be the host's init, takes its
+/// exit status a moment later. Blocks for up to ten seconds where something is left.
+#[must_use]
+pub fn left_for_good(name: &str) -> Vec<String> {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        let found = leftovers(name);
+        if found.is_empty() || Instant::now() > deadline {
+            return found;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }

@@ -42,5 +42,5 @@ mod sys;
 pub use exec::{ExecOptions, Output};
 pub use host::ExampleHost;
 pub use launch::{Config, Sandbox, sweep};
-pub use leftovers::leftovers;
+pub use leftovers::{left_for_good, leftovers};
 pub use roots::{ScratchArea, ScratchRoot, criu_binary, delete_root, home, snapshot_root};

@@ -17,7 +17,7 @@ use crab_core::{Error, ErrorKind, Result};
 use crab_examples::crash::{Crash, Moment, Numbers};
 use crab_examples::interrupt::interrupted;
 use crab_examples::run::{Outcome, Progress, Recovery, Runner};
-use crab_examples::sandbox::{criu_binary, home, leftovers, sweep};
+use crab_examples::sandbox::{criu_binary, home, left_for_good, sweep};
 use crab_examples::service;
 use crab_examples::session::Session;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -89,7 +89,7 @@ fn demo(arguments: &Arguments) -> Result<()> {
         }
     });
     drop(runtime);
-    let left = leftovers(&suffix());
+    let left = left_for_good(&suffix());
     if !left.is_empty() {
         return Err(Error::new(ErrorKind::Internal, format!("the demo left something behind: {}", left.join(", "))));
     }
