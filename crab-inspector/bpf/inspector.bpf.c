@@ -15,7 +15,13 @@
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";
 
+#define PF_IO_WORKER 0x00000010
+#define PF_WQ_WORKER 0x00000020
+#define PF_KTHREAD 0x00200000
+
 #define NOBODY ((u64)-1)
+/* In place of a sandbox: what the CPU runs. */
+#define NOT_KNOWN ((u32)-1)
 
 /* Inode of a sandbox's cgroup to its index. */
 struct {
@@ -184,41 +190,6 @@ static __always_inline void leave(struct slot *slot, u32 what, s32 act)
 		slot->left_act = act;
 	if (what & LEFT_FILES)
 		slot->files_act = act;
-}
-
-SEC("tp_btf/sched_switch")
-int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_struct *next)
-{
-	u32 zero = 0, sandbox;
-	struct on_cpu *cpu = bpf_map_lookup_elem(&running, &zero);
-	struct slot *slot;
-	u64 now;
-
-	if (!cpu)
-		return 0;
-	now = bpf_ktime_get_boot_ns();
-	sandbox = prev->pid ? task_sandbox(prev) : 0;
-	if (sandbox && (slot = slot_of(sandbox - 1))) {
-		u64 started = prev->start_boottime;
-
-		lower(&slot->oldest_runner, started);
-		if (started < slot->begin) {
-			/*
-			 * Some kernels report no switch away from certain threads. Where that is how this task came on the
-			 * CPU, the last switch that was seen was to another one, and this one came later: the time since
-			 * then is at least what it used. Before the first switch `since` is 0, which is over any bound.
-			 */
-			if (now > cpu->since)
-				__sync_fetch_and_add(&slot->cpu, now - cpu->since);
-		}
-	}
-	sandbox = next->pid ? task_sandbox(next) : 0;
-	if (sandbox && (slot = slot_of(sandbox - 1)))
-		lower(&slot->oldest_runner, next->start_boottime);
-	cpu->started = next->start_boottime;
-	cpu->since = now;
-	cpu->sandbox = sandbox;
-	return 0;
 }
 
 SEC("tp_btf/signal_generate")
@@ -667,6 +638,125 @@ static __always_inline u32 files_touched(struct task_struct *task, struct pt_reg
 	return kind_of(task, fd, &writable) == STREAM ? 0 : LEFT_FILES;
 }
 
+/*
+ * A task leaves its CPU, perhaps in the middle of a system call that has done some of what it does: a write that waits
+ * for a reader. Its return may be far.
+ */
+static __always_inline void interrupted(struct task_struct *task, struct slot *slot, u64 started)
+{
+	struct pt_regs *regs = (struct pt_regs *)bpf_task_pt_regs(task);
+	long nr = (int)SYSCALL_NR(regs);
+	u32 touched;
+
+	if (task->flags & PF_KTHREAD || nr == NR_EXIT || nr == NR_EXIT_GROUP)
+		return;
+	/* Of a file that is about to be opened nothing is known. */
+	touched = files_touched(task, regs, nr, -1);
+	if (touched)
+		leave(slot, touched, nr);
+	switch (nr) {
+	CASE_GIVES:
+		break;
+	/* All that was asked for, or nothing: what has come is gone from where it was. */
+	case NR_RECVFROM:
+		if (!(ARG3(regs) & MSG_WAITALL))
+			return;
+		break;
+	case NR_RECVMSG:
+		if (!(ARG2(regs) & MSG_WAITALL))
+			return;
+		break;
+	case NR_RECVMMSG:
+		if (ARG3(regs) & MSG_WAITFORONE)
+			return;
+		break;
+	default:
+		return;
+	}
+	acted(slot, started, task->pid, nr);
+}
+
+/* Notes switches on this CPU that were not reported since the last one that was. */
+static __always_inline void count_switches(struct on_cpu *cpu, struct task_struct *prev)
+{
+	struct rq *queue;
+	u64 switches;
+
+	if (!bpf_core_field_exists(prev->se.cfs_rq))
+		return;
+	queue = prev->se.cfs_rq->rq;
+	switches = queue->nr_switches;
+	if (cpu->switches && switches != cpu->switches + 1)
+		cpu->unreported++;
+	cpu->queue = (u64)queue;
+	cpu->switches = switches;
+}
+
+/*
+ * Run on demand. Whether some CPU switched since the last switch that was reported of it, or may have: what it runs is
+ * then not known. Some kernels have threads whose switches they do not report, neither to them nor away from them.
+ */
+SEC("raw_tp/sched_switch")
+int unreported(void *context)
+{
+	u32 zero = 0, i;
+
+	for (i = 0; i < MOST_CPUS; i++) {
+		struct on_cpu *cpu = bpf_map_lookup_percpu_elem(&running, &zero, i);
+		u64 switches = 0;
+
+		if (!cpu)
+			break;
+		if (cpu->queue) {
+			struct rq *queue = (struct rq *)cpu->queue;
+
+			bpf_core_read(&switches, sizeof(switches), &queue->nr_switches);
+			if (switches != *(volatile u64 *)&cpu->switches)
+				return 1;
+		} else if (cpu->sandbox == NOT_KNOWN) {
+			return 1;
+		}
+	}
+	return i == MOST_CPUS;
+}
+
+SEC("tp_btf/sched_switch")
+int BPF_PROG(on_switch, bool preempt, struct task_struct *prev, struct task_struct *next)
+{
+	u32 zero = 0, sandbox;
+	struct on_cpu *cpu = bpf_map_lookup_elem(&running, &zero);
+	struct slot *slot;
+	u64 now;
+
+	if (!cpu)
+		return 0;
+	count_switches(cpu, prev);
+	now = bpf_ktime_get_boot_ns();
+	sandbox = prev->pid ? task_sandbox(prev) : 0;
+	if (sandbox && (slot = slot_of(sandbox - 1))) {
+		u64 started = prev->start_boottime;
+
+		lower(&slot->oldest_runner, started);
+		interrupted(prev, slot, started);
+		if (started < slot->begin) {
+			/*
+			 * Some kernels report no switch away from certain threads. Where that is how this task came on the
+			 * CPU, the last switch that was seen was to another one, and this one came later: the time since
+			 * then is at least what it used. Before the first switch `since` is 0, which is over any bound.
+			 */
+			if (now > cpu->since)
+				__sync_fetch_and_add(&slot->cpu, now - cpu->since);
+		}
+	}
+	sandbox = next->pid ? task_sandbox(next) : 0;
+	if (sandbox && (slot = slot_of(sandbox - 1)))
+		lower(&slot->oldest_runner, next->start_boottime);
+	cpu->started = next->start_boottime;
+	cpu->since = now;
+	cpu->sandbox = sandbox;
+	return 0;
+}
+
 static __always_inline void count_outside(u32 what)
 {
 	u64 *count = bpf_map_lookup_elem(&outside, &what);
@@ -714,7 +804,7 @@ int BPF_PROG(on_btrfs_room, struct btrfs_fs_info *fs, const char *type, u64 what
 	}
 	task = bpf_get_current_task_btf();
 	/* A thread of the kernel works off what was seen when it was asked for, or shows below. */
-	if (!(task->flags & 0x00200000) && !keeps_house(task))
+	if (!(task->flags & PF_KTHREAD) && !keeps_house(task))
 		count_outside(OUTSIDE_BTRFS);
 	return 0;
 }
@@ -755,9 +845,6 @@ enum change {
 	OF_NAMES,
 	OF_DATA,
 };
-
-#define PF_IO_WORKER 0x00000010
-#define PF_WQ_WORKER 0x00000020
 
 static __always_inline void device_changed(u32 device, enum change change)
 {

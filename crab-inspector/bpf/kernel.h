@@ -164,12 +164,25 @@ struct signal_struct {
 	int nr_threads;
 };
 
+struct rq {
+	u64 nr_switches;
+};
+
+struct cfs_rq {
+	struct rq *rq;
+};
+
+struct sched_entity {
+	struct cfs_rq *cfs_rq;
+};
+
 struct task_struct {
 	unsigned int flags;
 	struct thread_info thread_info;
 	int pid;
 	int tgid;
 	u64 start_boottime;
+	struct sched_entity se;
 	struct pid *thread_pid;
 	struct css_set *cgroups;
 	struct files_struct *files;

@@ -18,6 +18,8 @@
 #define OUTSIDE_BTRFS 0
 #define OUTSIDE_DEVICES 1
 #define OUTSIDES 2
+/* More CPUs than this are not looked through. */
+#define MOST_CPUS 1024
 
 /* What stays behind of a task that is gone. */
 enum left {
@@ -84,4 +86,9 @@ struct on_cpu {
 	u32 pad;
 	u64 since;
 	u64 started;
+	/* Where the kernel counts the switches of this CPU, and how many there were with the last that was reported. */
+	u64 queue;
+	u64 switches;
+	/* How often switches were found that had not been reported. */
+	u64 unreported;
 };

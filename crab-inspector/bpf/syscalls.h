@@ -6,6 +6,8 @@
 #define SIG_CONTINUE 18
 /* QUIT, ILL, TRAP, ABRT, BUS, FPE, SEGV, XCPU, XFSZ, SYS: the kernel may write a file. */
 #define DUMPS_CORE (1U << 3 | 1U << 4 | 1U << 5 | 1U << 6 | 1U << 7 | 1U << 8 | 1U << 11 | 1U << 24 | 1U << 25 | 1U << 31)
+#define MSG_WAITALL 0x100
+#define MSG_WAITFORONE 0x10000
 #define bpf_be(x) __builtin_bswap64(x)
 
 #if defined(__TARGET_ARCH_x86)
@@ -18,6 +20,7 @@
 #define NR_MUNMAP 11
 #define NR_IOCTL 16
 #define NR_EXIT 60
+#define NR_EXIT_GROUP 231
 #define NR_SYNCFS 306
 #define NR_FDATASYNC 75
 #define NR_FSYNC 74
@@ -119,6 +122,22 @@
 	case NR_OPEN: \
 	case NR_CREAT
 
+/* A part of it may be done while the rest waits. */
+#define CASE_GIVES \
+	case NR_WRITE: \
+	case NR_WRITEV: \
+	case 18 /* pwrite64 */: \
+	case 296 /* pwritev */: \
+	case 328 /* pwritev2 */: \
+	case 326 /* copy_file_range */: \
+	case NR_SENDTO: \
+	case NR_SENDMSG: \
+	case NR_SENDMMSG: \
+	case NR_SENDFILE: \
+	case NR_SPLICE: \
+	case NR_TEE: \
+	case NR_VMSPLICE
+
 /* Can change no file, whatever the arguments. Made from the names in harmless.txt. */
 #define CASE_HARMLESS \
 	case 0: case 3: case 4: case 5: case 6: case 7: case 8: case 10: case 11: case 12: case 13: case 14: \
@@ -140,7 +159,8 @@
 	case 286: case 287: case 288: case 289: case 290: case 291: case 292: case 293: case 294: case 295: \
 	case 297: case 299: case 302: case 303: case 306: case 307: case 308: case 309: case 310: case 314: \
 	case 315: case 317: case 318: case 319: case 322: case 324: case 325: case 327: case 332: case 334: \
-	case 424: case 434: case 435: case 436: case 439: case 441
+	case 424: case 434: case 435: case 436: case 439: case 441: case 64: case 65: case 66: case 68: case 69: \
+	case 70: case 71: case 220: case 242: case 243: case 449: case 454: case 455: case 456
 
 #elif defined(__TARGET_ARCH_arm64)
 
@@ -150,6 +170,7 @@
 #define NR_SYNCFS 267
 #define NR_IOCTL 29
 #define NR_EXIT 93
+#define NR_EXIT_GROUP 94
 #define NR_IO_SUBMIT 2
 #define NR_EPOLL_PWAIT 22
 #define NR_IOPRIO_SET 30
@@ -242,6 +263,22 @@
 #define CASE_TIME case NR_CLOCK_GETRES
 #define CASE_OPEN case NR_OPEN_BY_HANDLE_AT
 
+/* A part of it may be done while the rest waits. */
+#define CASE_GIVES \
+	case NR_WRITE: \
+	case NR_WRITEV: \
+	case 68 /* pwrite64 */: \
+	case 70 /* pwritev */: \
+	case 287 /* pwritev2 */: \
+	case 285 /* copy_file_range */: \
+	case NR_SENDTO: \
+	case NR_SENDMSG: \
+	case NR_SENDMMSG: \
+	case NR_SENDFILE: \
+	case NR_SPLICE: \
+	case NR_TEE: \
+	case NR_VMSPLICE
+
 /* Can change no file, whatever the arguments. Made from the names in harmless.txt. */
 #define CASE_HARMLESS \
 	case 8: case 9: case 10: case 11: case 12: case 13: case 17: case 19: case 20: case 21: case 22: case 23: \
@@ -261,7 +298,8 @@
 	case 223: case 226: case 227: case 228: case 229: case 230: case 231: case 232: case 236: case 240: \
 	case 242: case 243: case 260: case 261: case 267: case 268: case 269: case 270: case 274: case 275: \
 	case 277: case 278: case 279: case 281: case 283: case 284: case 286: case 291: case 293: case 424: \
-	case 434: case 435: case 436: case 439: case 441
+	case 434: case 435: case 436: case 439: case 441: case 182: case 183: case 186: case 187: case 188: \
+	case 189: case 190: case 191: case 192: case 193: case 449: case 454: case 455: case 456
 
 #endif
 

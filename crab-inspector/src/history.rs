@@ -49,6 +49,8 @@ pub(crate) struct Interval {
     pub(crate) oldest_runner: u64,
     /// CPU time of tasks older than the interval that they ran in.
     pub(crate) cpu: u64,
+    /// A task may have come on a CPU or left it without a report.
+    pub(crate) unreported: bool,
     /// Numbers of the tasks that came, less those of the ones that ended, modulo 2^64.
     pub(crate) tasks: u64,
     /// Of the oldest actor: its id, and the system call or the negated signal.
@@ -67,6 +69,11 @@ impl Interval {
         Self::from(&Slot::empty(epoch, 0))
     }
 
+    /// Whether it is known that no task ran.
+    pub(crate) fn nobody_ran(&self) -> bool {
+        self.oldest_runner == NOBODY && !self.unreported
+    }
+
     /// Takes in what another one holds. The same interval read twice counts once.
     fn join(&mut self, other: &Self) {
         if other.oldest_actor < self.oldest_actor {
@@ -76,6 +83,7 @@ impl Interval {
         }
         self.oldest_runner = self.oldest_runner.min(other.oldest_runner);
         self.cpu = if self.epoch == other.epoch { self.cpu.max(other.cpu) } else { self.cpu.saturating_add(other.cpu) };
+        self.unreported |= other.unreported;
         // Of an interval that was read before, the later reading holds all.
         self.tasks = if self.epoch == other.epoch { other.tasks } else { self.tasks.wrapping_add(other.tasks) };
         self.left |= other.left;
@@ -102,6 +110,7 @@ impl From<&Slot> for Interval {
             oldest_actor: slot.oldest_actor,
             oldest_runner: slot.oldest_runner,
             cpu: slot.cpu,
+            unreported: false,
             tasks: slot.tasks,
             actor: slot.actor,
             act: slot.act,

@@ -12,7 +12,7 @@ use crab_core::{
     Change, Delta, Effects, Error, Evidence, Rebase, Result, Sandbox, SandboxId, StateDelta, Token, Unknown,
 };
 
-use crate::bpf::layout::{Destination, NOBODY, left};
+use crate::bpf::layout::{Destination, left};
 use crate::bpf::{FileSystem, Kernel, Place, Registered};
 use crate::filesystem::{self, Base, Known, Look, Mark, Moment, Root};
 use crate::history::{History, Interval, nobody_before};
@@ -115,6 +115,9 @@ impl InspectorBuilder {
 /// when the oldest that ran did, how much CPU older tasks used, and what was done that outlives a task that is gone.
 /// That is map state of fixed size: there is no queue that could overflow. Whether a task of a version did something is
 /// a comparison of two times.
+///
+/// Some kernels do not report every switch of a CPU to another task. That shows by the count that the kernel itself
+/// keeps, and then the scheduler's counters of each thread of the version say whether it ran, and for how long.
 ///
 /// **Processes** are unchanged if
 /// - the sandbox has the same threads as the version, and
@@ -308,6 +311,9 @@ impl Drop for Watched {
 /// An interval that is over may still be written to, by a program that began before: it is read so often.
 const READ_AGAIN: u64 = 3;
 
+/// So many threads' counters are read at once.
+const AT_ONCE: usize = 32;
+
 /// Nanoseconds of a clock tick, in which `/proc` gives times.
 const TICK: u64 = 10_000_000;
 
@@ -412,6 +418,7 @@ impl Watched {
                     oldest_actor: 0,
                     oldest_runner: 0,
                     left: left::KERNEL | left::FILES,
+                    unreported: true,
                     ..Interval::quiet(self.registered.epoch())
                 });
                 return Err(io::Error::other(error));
@@ -431,6 +438,7 @@ impl Watched {
                     interval.oldest_runner = 0;
                     interval.cpu = u64::MAX;
                 }
+                interval.unreported = reading.unreported;
             }
             self.mapped |= interval.left & left::MAPPED != 0;
             self.asynchronous |= interval.left & left::ASYNC != 0;
@@ -442,8 +450,7 @@ impl Watched {
     /// What was seen at the last look, where nobody ran since.
     fn same_as_last(&self, time: u64) -> Option<Seen> {
         let last = self.last.as_ref()?;
-        let quiet = self.history.since(last.epoch).oldest_runner == NOBODY;
-        quiet.then(|| Seen {
+        self.history.since(last.epoch).nobody_ran().then(|| Seen {
             epoch: self.registered.epoch(),
             time,
             census: last.census.clone(),
@@ -506,7 +513,7 @@ impl Watched {
             || self.asynchronous
             || outside != settled.outside
             || since.left & (left::FILES | left::ASYNC | left::COMPAT) != 0
-            || may_store && since.oldest_runner != NOBODY
+            || may_store && !since.nobody_ran()
     }
 
     /// Where the kernel tells of changes and told of none, this moment is as good as that of the last look, and later.
@@ -547,7 +554,7 @@ impl Watched {
             let Ok((_, outside)) = self.read() else { continue };
             let since = self.history.since(from);
             let written = since.left & (left::FILES | left::MAPPED | left::COMPAT) != 0
-                || mapped && since.oldest_runner != NOBODY
+                || mapped && !since.nobody_ran()
                 || before.replace(outside) != Some(outside);
             if !written {
                 return look;
@@ -584,15 +591,24 @@ impl Watched {
             return changed(evidence);
         }
         // Nobody ran, or nobody is left whom it could matter to.
-        if since.oldest_runner == NOBODY || seen.census.threads.is_empty() {
+        if since.nobody_ran() || seen.census.threads.is_empty() {
             return Ok(Change::Unchanged);
         }
-        if !nobody_before(since.oldest_runner, base.time) {
+        let (any, nanoseconds) = if since.unreported {
+            if seen.census.threads.len() > AT_ONCE {
+                patience.to_look()?;
+            }
+            let ran = base.census.ran()?;
+            (ran.any, ran.nanoseconds)
+        } else {
+            (!nobody_before(since.oldest_runner, base.time), since.cpu)
+        };
+        if any {
             let ran = |what: String| changed(Evidence::TaskRan(what));
             match self.settings.rule {
                 ProcessRule::Strict => return ran("of the version".to_owned()),
                 ProcessRule::Waiting { cpu } => {
-                    let used = Duration::from_nanos(since.cpu);
+                    let used = Duration::from_nanos(nanoseconds);
                     if used > cpu {
                         return ran(format!("of the version, for {used:.0?}"));
                     }

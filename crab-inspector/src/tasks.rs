@@ -106,6 +106,40 @@ impl Census {
     }
 }
 
+/// What threads did in a while.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Ran {
+    /// Any of them was on a CPU.
+    pub(crate) any: bool,
+    /// For so many nanoseconds, the last clock tick of one that still is not counted.
+    pub(crate) nanoseconds: u64,
+}
+
+impl Census {
+    /// What the threads of this census did since, told by the scheduler's own counters. A thread that is gone counts as
+    /// one that ran.
+    pub(crate) fn ran(&self) -> io::Result<Ran> {
+        let mut ran = Ran::default();
+        for ((tid, _), was) in &self.threads {
+            match schedstat(*tid) {
+                Ok((ran_for, runs)) => {
+                    ran.any |= was.runnable || (ran_for, runs) != (was.ran_for, was.runs);
+                    ran.nanoseconds = ran.nanoseconds.saturating_add(ran_for.saturating_sub(was.ran_for));
+                }
+                Err(error) if cgroup::gone(&error) => ran.any = true,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(ran)
+    }
+}
+
+/// Nanoseconds that a thread was on a CPU, and how often it was put on one.
+fn schedstat(tid: u32) -> io::Result<(u64, u64)> {
+    let text = fs::read_to_string(format!("/proc/{tid}/schedstat"))?;
+    parse_schedstat(&text).ok_or_else(|| odd(tid, "schedstat"))
+}
+
 fn named((tid, _): &Thread, trace: &Trace) -> String {
     format!("{tid} ({})", trace.name)
 }
@@ -115,8 +149,7 @@ fn look(tid: u32) -> io::Result<(Thread, Trace)> {
     // The state first: counters that are read later hold all of a run that had ended by then.
     let stat = fs::read(folder.join("stat"))?;
     let stat = parse_stat(&stat).ok_or_else(|| odd(tid, "stat"))?;
-    let schedstat = fs::read_to_string(folder.join("schedstat"))?;
-    let (ran_for, runs) = parse_schedstat(&schedstat).ok_or_else(|| odd(tid, "schedstat"))?;
+    let (ran_for, runs) = schedstat(tid)?;
     let status = fs::read_to_string(folder.join("status"))?;
     let process = status
         .lines()

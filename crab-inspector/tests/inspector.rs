@@ -209,6 +209,27 @@ fn signals_are_seen() {
     }
 }
 
+#[test]
+fn a_write_that_is_read_in_part_is_seen_before_it_returns() {
+    use std::io::Read as _;
+    let Some(mut bench) = bench() else { return };
+    let mut live = python(&bench, "import os\nprint('ready')\nwhile True: os.write(1, b'x' * 100000000)\n");
+    bench.version();
+    for _ in 0..5 {
+        let output = live.child.stdout.as_mut().unwrap();
+        let full = |output: &_| rustix::io::ioctl_fionread(output).unwrap() >= 65536;
+        common::wait("the pipe to be full", || full(output));
+        sleep(Duration::from_millis(20));
+        // Not frozen, so that the write goes on to wait.
+        let token = bench.take().token;
+        bench.rebase(token, false, true, None);
+        let mut part = vec![0; 10 * 4096];
+        output.read_exact(&mut part).unwrap();
+        common::wait("the pipe to be full again", || full(output));
+        assert_changed(&bench.take().process, "a part of what it writes was read");
+    }
+}
+
 /// What a tool that is gone does to a process that stayed, without waking it.
 const BEHIND: &[(&str, &str)] = &[
     (
@@ -565,6 +586,15 @@ fn a_restarted_host_process_keeps_its_evidence_where_it_is_pinned() {
     }
     restart(&mut bench, &mut |_| {});
     assert_eq!(bench.take().process, Change::Unknown(Unknown::NoBase));
+    // Pins that are removed stop nothing before this inspector ends.
+    bench.version();
+    assert_clean(&bench, "before the pins go");
+    Inspector::unpin(&pins.folder).unwrap();
+    live.say("x");
+    live.hear();
+    assert!(matches!(bench.take().process, Change::Changed(Evidence::TaskRan(_))));
+    restart(&mut bench, &mut |_| {});
+    assert_eq!(bench.take().process, Change::Unknown(Unknown::NoBase));
     // Who detaches gives it up, and who attaches twice begins anew.
     bench.version();
     common::block_on(bench.inspector.attach(&bench.sandbox)).unwrap();
@@ -617,12 +647,14 @@ fn a_dump_is_not_the_sandboxes_doing() {
 threading.Thread(target=time.sleep, args=(1000,)).start()
 s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()
 e = select.epoll(); e.register(s, select.EPOLLIN)
+open('up', 'w').close()
 while True: e.poll(0.05 if e.fileno() % 2 else 1000)
 ",
     )
     .unwrap();
     bench.sh(&format!("setsid python3 {} </dev/null >/dev/null 2>&1 &", program.display()));
-    sleep(Duration::from_millis(500));
+    common::wait("the server to be up", || bench.root.join("up").exists());
+    sleep(Duration::from_millis(100));
     let processes = fs::read_to_string(bench.cgroup.path.join("cgroup.procs")).unwrap();
     let images = bench.image.path.join("images");
     fs::create_dir(&images).unwrap();
@@ -648,4 +680,61 @@ while True: e.poll(0.05 if e.fileno() % 2 else 1000)
         sleep(Duration::from_millis(100));
         assert_clean(&bench, "from after the dump");
     }
+}
+
+/// A kernel need not report every switch: what it hides must not hide that a process of the version ran. It stores to
+/// memory that the test sees too, between two waits that are harmless.
+#[test]
+fn a_process_that_ran_is_seen_at_once_though_its_switch_was_not_told() {
+    let Some(mut bench) = bench() else { return };
+    let source = r#"
+        #include <fcntl.h>
+        #include <stdio.h>
+        #include <sys/mman.h>
+        #include <time.h>
+        int main(int count, char **words) {
+            volatile unsigned long *seen = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, open(words[1], O_RDWR), 0);
+            struct timespec nap = {0, 700000}, from, now;
+            puts("ready"); fflush(stdout);
+            for (;;) {
+                nanosleep(&nap, NULL);
+                clock_gettime(CLOCK_MONOTONIC, &from);
+                do { ++*seen; clock_gettime(CLOCK_MONOTONIC, &now); }
+                while ((now.tv_sec - from.tv_sec) * 1000000000 + now.tv_nsec - from.tv_nsec < 700000);
+            }
+        }"#;
+    let Some(tool) = compile(&bench, "spinner", source) else { return };
+    let shared = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+    shared.as_file().set_len(4096).unwrap();
+    let line = format!("exec {} {}", tool.display(), shared.path().display());
+    let mut live = Live::start(bench.cgroup.command(&line), &bench.root);
+    assert_eq!(live.hear(), "ready");
+    sleep(Duration::from_millis(30));
+    bench.version();
+    let stores = || {
+        let mut bytes = [0; 8];
+        std::os::unix::fs::FileExt::read_exact_at(shared.as_file(), &mut bytes, 0).unwrap();
+        u64::from_ne_bytes(bytes)
+    };
+    let (mut ran, mut rested) = (0, 0);
+    let rounds = std::env::var("CRAB_TEST_ROUNDS").map_or(1500, |rounds| rounds.parse().unwrap());
+    for round in 0..rounds {
+        let token = bench.take().token;
+        bench.rebase(token, false, true, None);
+        let before = stores();
+        if round % 3 == 0 {
+            std::thread::yield_now();
+        } else {
+            sleep(Duration::from_micros(round % 7 * 150));
+        }
+        let after = stores();
+        let delta = bench.take();
+        if before == after {
+            rested += 1;
+            continue;
+        }
+        ran += 1;
+        assert_changed(&delta.process, &format!("round {round}: it stored {} times", after - before));
+    }
+    println!("it ran in {ran} rounds and rested in {rested}");
 }

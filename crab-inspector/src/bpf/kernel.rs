@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use aya::maps::{Array, HashMap, MapData, MapError, PerCpuArray, PerCpuValues};
-use aya::programs::links::FdLink;
-use aya::programs::{BtfTracePoint, Program, ProgramError, RawTracePoint};
+use aya::programs::links::{FdLink, PinnedLink};
+use aya::programs::{BtfTracePoint, Program, ProgramError, RawTracePoint, RawTracePointRunOptions, TestRun};
 use aya::{Btf, Ebpf, EbpfLoader};
 use crab_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -34,6 +34,9 @@ const PROGRAMS: [(&str, &str); 6] = [
     ("on_signal", "signal_generate"),
     ("on_syscall", "sys_exit"),
 ];
+
+/// The program that is run on demand.
+const UNREPORTED: &str = "unreported";
 
 /// The maps.
 const MAPS: [&str; 8] = ["sandboxes", "levels", "epochs", "slots", "running", "roots", "devices", "outside"];
@@ -109,6 +112,10 @@ struct Programs {
     running: BTreeSet<&'static str>,
     /// What runs only as long as this process does.
     links: Vec<FdLink>,
+    /// What runs on without it. Held, so that whoever removes the pins does not stop the programs meanwhile.
+    pinned: Vec<PinnedLink>,
+    /// Whether all switches were reported can be asked.
+    tells_unreported: bool,
     /// Where links are pinned, so that programs run on without this process.
     pins: Option<PathBuf>,
 }
@@ -185,6 +192,8 @@ pub(crate) struct Registered {
     cgroup: u64,
     epoch: u64,
     place: Place,
+    /// How often switches of CPUs had gone unreported when the interval began. `None`: not known.
+    unreported: Option<u64>,
 }
 
 /// What the programs noted up to a moment.
@@ -196,6 +205,8 @@ pub(crate) struct Reading {
     pub(crate) running: Vec<(u64, u64)>,
     /// What some CPU runs is not known.
     pub(crate) blind: bool,
+    /// A CPU may have switched since the earlier reading without a report: who ran is not known from these.
+    pub(crate) unreported: bool,
     /// How often others than sandboxes may have changed files.
     pub(crate) outside: u64,
 }
@@ -236,10 +247,17 @@ impl Kernel {
         } else {
             maps.forget_what_runs()?;
         }
-        let mut programs = Programs { loaded: programs, btf, running: BTreeSet::new(), links: Vec::new(), pins };
+        let mut programs = Programs::new(programs, btf, pins);
         for (name, tracepoint) in PROGRAMS {
             programs.run(name, tracepoint)?;
         }
+        programs.tells_unreported = match programs.load_unreported() {
+            Ok(()) => true,
+            Err(error) => {
+                tracing::info!("whether all switches are reported does not show, so tasks will be looked at: {error}");
+                false
+            }
+        };
         if !goes_on {
             make_every_cpu_switch();
         }
@@ -277,7 +295,7 @@ impl Kernel {
             .free
             .pop_first()
             .ok_or_else(|| Error::new(ErrorKind::Full, format!("{MOST_SANDBOXES} sandboxes are watched already")))?;
-        let registered = Registered { index, cgroup: id, epoch: 1, place };
+        let registered = Registered { index, cgroup: id, epoch: 1, place, unreported: None };
         let done = maps.begin(&registered, level, now);
         if done.is_err() {
             maps.free.insert(index);
@@ -296,7 +314,7 @@ impl Kernel {
         }
         maps.settle(place, index).ok()?;
         maps.left.remove(&id);
-        Some(Registered { index, cgroup: id, epoch, place })
+        Some(Registered { index, cgroup: id, epoch, place, unreported: None })
     }
 
     /// Stops to watch.
@@ -321,9 +339,14 @@ impl Kernel {
         let mut maps = self.maps.lock();
         let (index, old) = (registered.index, registered.epoch);
         let next = old + 1;
+        // Before the interval begins, so that what goes unreported in it counts for it.
+        let begun = unreported(&maps.running.get(&0, 0)?);
         maps.slots.set(place(index, next), Slot::empty(next, now), 0)?;
         maps.epochs.set(index, next, 0)?;
         registered.epoch = next;
+        let pending = self.switched_unreported();
+        let cpus = maps.running.get(&0, 0)?;
+        let before = registered.unreported.replace(begun);
         // A program that had read the old epoch may still write: its interval is read again the next times.
         let slots = (next.saturating_sub(back.min(SLOTS - 1)).max(1)..next)
             .map(|epoch| maps.slots.get(&place(index, epoch), 0))
@@ -332,8 +355,14 @@ impl Kernel {
             Place::Subvolume(_) => OUTSIDE_BTRFS,
             Place::Device(..) | Place::Nowhere => OUTSIDE_DEVICES,
         };
-        let mut reading = Reading { slots, running: Vec::new(), blind: false, outside: maps.outside.get(&counter, 0)? };
-        for cpu in maps.running.get(&0, 0)?.iter() {
+        let mut reading = Reading {
+            slots,
+            running: Vec::new(),
+            blind: false,
+            unreported: pending || before != Some(unreported(&cpus)),
+            outside: maps.outside.get(&counter, 0)?,
+        };
+        for cpu in cpus.iter() {
             if cpu.sandbox == OnCpu::UNKNOWN.sandbox {
                 reading.blind = true;
             } else if cpu.sandbox == index + 1 {
@@ -342,6 +371,23 @@ impl Kernel {
         }
         Ok(reading)
     }
+
+    /// Whether a CPU has switched since the last switch of it that was reported, or may have.
+    fn switched_unreported(&self) -> bool {
+        // While another program is being loaded nobody waits for that.
+        let Some(programs) = self.programs.try_lock().filter(|programs| programs.tells_unreported) else {
+            return true;
+        };
+        let Some(Program::RawTracePoint(program)) = programs.loaded.program(UNREPORTED) else {
+            return true;
+        };
+        program.test_run(RawTracePointRunOptions::new()).map_or(true, |said| said.return_value != 0)
+    }
+}
+
+/// How often switches were found that had not been reported, on all CPUs.
+fn unreported(cpus: &PerCpuValues<OnCpu>) -> u64 {
+    cpus.iter().fold(0, |all, cpu| all.wrapping_add(cpu.unreported))
 }
 
 fn place(index: u32, epoch: u64) -> u32 {
@@ -404,8 +450,14 @@ impl Maps {
             let _ = self.sandboxes.remove(&cgroup);
         }
         let cpus = self.running.get(&0, 0).map_err(|error| failed("cannot read a BPF map", error))?.len();
-        let unknown = PerCpuValues::try_from(vec![OnCpu::UNKNOWN; cpus])
-            .map_err(|error| failed("cannot count the CPUs", error))?;
+        // One that is off runs nothing, and switches before it does.
+        let mut states = vec![OnCpu::default(); cpus];
+        for cpu in aya::util::online_cpus().map_err(|(what, error)| Error::io(what, error))? {
+            if let Some(state) = states.get_mut(cpu as usize) {
+                *state = OnCpu::UNKNOWN;
+            }
+        }
+        let unknown = PerCpuValues::try_from(states).map_err(|error| failed("cannot count the CPUs", error))?;
         self.running.set(0, unknown, 0).map_err(|error| failed("cannot write a BPF map", error))
     }
 
@@ -443,7 +495,7 @@ pub(crate) fn try_programs() -> Result<Vec<Tried>> {
     let btf = Btf::from_sys_fs().map_err(|error| failed("cannot read the kernel's type information", error))?;
     let loaded =
         EbpfLoader::new().btf(Some(&btf)).load(&OBJECT.0).map_err(|error| failed("cannot load the BPF maps", error))?;
-    let mut programs = Programs { loaded, btf, running: BTreeSet::new(), links: Vec::new(), pins: None };
+    let mut programs = Programs::new(loaded, btf, None);
     let mut all: Vec<_> = PROGRAMS.iter().map(|(name, tracepoint)| (*name, *tracepoint, None)).collect();
     for what in FileSystem::ALL {
         all.extend(what.programs().iter().map(|(name, tracepoint)| (*name, *tracepoint, Some(what))));
@@ -460,13 +512,29 @@ pub(crate) fn try_programs() -> Result<Vec<Tried>> {
 }
 
 impl Programs {
+    fn new(loaded: Ebpf, btf: Btf, pins: Option<PathBuf>) -> Self {
+        let (links, pinned) = (Vec::new(), Vec::new());
+        Self { loaded, btf, running: BTreeSet::new(), links, pinned, tells_unreported: false, pins }
+    }
+
+    /// Loads the program that is run on demand, and tries it.
+    fn load_unreported(&mut self) -> Result<()> {
+        let Some(Program::RawTracePoint(program)) = self.loaded.program_mut(UNREPORTED) else {
+            return Err(Error::new(ErrorKind::Internal, format!("there is no BPF program {UNREPORTED}")));
+        };
+        let tried = again(|| program.load()).and_then(|()| program.test_run(RawTracePointRunOptions::new()));
+        tried.map(drop).map_err(|error| failed(&format!("cannot run the BPF program {UNREPORTED}"), error))
+    }
+
     /// Loads a program and hangs it on its tracepoint, unless it runs already.
     fn run(&mut self, name: &'static str, tracepoint: &str) -> Result<()> {
         if self.running.contains(name) {
             return Ok(());
         }
         let pin = self.pins.as_ref().map(|pins| link(pins, name));
-        if pin.as_ref().is_some_and(|pin| pin.exists()) {
+        if let Some(pin) = pin.as_ref().filter(|pin| pin.exists()) {
+            let pinned = PinnedLink::from_pin(pin).map_err(|error| failed("cannot hold a pinned program", error))?;
+            self.pinned.push(pinned);
             self.running.insert(name);
             return Ok(());
         }
@@ -482,7 +550,9 @@ impl Programs {
         let running =
             done.map_err(|error| failed(&format!("cannot run the BPF program {name} on {tracepoint}"), error))?;
         match pin {
-            Some(pin) => drop(running.pin(pin).map_err(|error| failed("cannot pin a BPF program", error))?),
+            Some(pin) => {
+                self.pinned.push(running.pin(pin).map_err(|error| failed("cannot pin a BPF program", error))?);
+            }
             None => self.links.push(running),
         }
         self.running.insert(name);
@@ -490,14 +560,29 @@ impl Programs {
     }
 }
 
+/// Loads a program. A signal to this thread ends the kernel's check of it, which then has to begin anew.
+fn again(mut load: impl FnMut() -> Result<(), ProgramError>) -> Result<(), ProgramError> {
+    let mut tries = 10;
+    loop {
+        match load() {
+            Err(ProgramError::LoadError { io_error, .. })
+                if io_error.kind() == io::ErrorKind::WouldBlock && tries > 0 =>
+            {
+                tries -= 1;
+            }
+            other => return other,
+        }
+    }
+}
+
 fn start_btf(program: &mut BtfTracePoint, tracepoint: &str, btf: &Btf) -> Result<FdLink, ProgramError> {
-    program.load(tracepoint, btf)?;
+    again(|| program.load(tracepoint, btf))?;
     let link = program.attach()?;
     program.take_link(link).map(FdLink::from)
 }
 
 fn start_raw(program: &mut RawTracePoint, tracepoint: &str) -> Result<FdLink, ProgramError> {
-    program.load()?;
+    again(|| program.load())?;
     let link = program.attach(tracepoint)?;
     program.take_link(link).map(FdLink::from)
 }
@@ -582,6 +667,7 @@ mod tests {
             for (program, _) in needed {
                 assert!(parsed.programs.contains_key(*program), "{program}");
             }
+            assert!(parsed.programs.contains_key(UNREPORTED));
             for map in MAPS {
                 assert!(parsed.maps.contains_key(map), "{map}");
             }

@@ -101,14 +101,20 @@ pub(crate) struct OnCpu {
     pad: u32,
     pub(crate) since: u64,
     pub(crate) started: u64,
+    /// Where the kernel counts this CPU's switches, and how many there were with the last that was reported.
+    queue: u64,
+    switches: u64,
+    /// How often switches were found that had not been reported.
+    pub(crate) unreported: u64,
 }
 
 impl OnCpu {
-    pub(crate) const UNKNOWN: Self = Self { sandbox: u32::MAX, pad: 0, since: 0, started: 0 };
+    pub(crate) const UNKNOWN: Self =
+        Self { sandbox: u32::MAX, pad: 0, since: 0, started: 0, queue: 0, switches: 0, unreported: 0 };
 }
 
 // The sizes that the C compiler gave: a difference would be a difference in layout.
-const _: () = assert!(size_of::<Slot>() == 1176 && size_of::<OnCpu>() == 24);
+const _: () = assert!(size_of::<Slot>() == 1176 && size_of::<OnCpu>() == 48);
 
 // SAFETY: integers and arrays of them without padding (asserted by the size), valid for all bytes.
 unsafe impl aya::Pod for Slot {}
