@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use crab_backend_files::{Keep, Steps, Straight, artifacts, blocking};
 use crab_core::{
     Artifact, ArtifactId, ByteStream, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error,
     ErrorKind, ExportRequest, FileChanges, ImportRequest, RestoreTarget, Restored, Result, SandboxId, Space,
@@ -14,15 +15,13 @@ use crab_core::{
 use rustix::io::Errno;
 use tokio::sync::mpsc;
 
-use crate::capture::{self, BtrfsCaptured};
 use crate::diff::Kinship;
 use crate::export::Export;
 use crate::import::Part;
-use crate::journal::Keep;
-use crate::restore::{Restorer, Steps, Straight};
+use crate::restore::{Restorer, Step};
 use crate::subvolume::Info;
 use crate::versions::{self, NAME, Versions};
-use crate::{blocking, diff, export, failure, import, ioctl, space, subvolume};
+use crate::{capture, diff, export, failure, import, ioctl, space, subvolume};
 
 /// Saves a sandbox's files as a read-only snapshot of the btrfs subvolume that its root is.
 ///
@@ -70,7 +69,7 @@ impl BtrfsBackend {
         Self::with_steps(versions_dir.as_ref(), Arc::new(Straight))
     }
 
-    pub(crate) fn with_steps(versions_dir: &Path, steps: Arc<dyn Steps>) -> Result<Self> {
+    pub(crate) fn with_steps(versions_dir: &Path, steps: Arc<dyn Steps<Step>>) -> Result<Self> {
         let versions = Arc::new(Versions::open(versions_dir)?);
         Ok(Self { restorer: Restorer::new(Arc::clone(&versions), steps), versions })
     }
@@ -107,14 +106,7 @@ impl CheckpointBackend for BtrfsBackend {
         let CaptureRequest { sandbox, artifact, deadline, at_cut, .. } = request;
         let (versions, sandbox) = (Arc::clone(&self.versions), sandbox.clone());
         let staged = blocking::run(move || capture::take(&versions, &sandbox, artifact, deadline)).await?;
-        let captured = Box::new(BtrfsCaptured::new(staged));
-        if let Err(error) = at_cut.run().await {
-            if let Err(left) = captured.discard().await {
-                tracing::warn!(error = %left, "a snapshot was left behind");
-            }
-            return Err(error);
-        }
-        Ok(captured)
+        crab_backend_files::at_cut(staged, at_cut).await
     }
 
     async fn verify(&self, artifact: &Artifact) -> Result<()> {
@@ -223,7 +215,7 @@ fn list(versions: &Versions, id: &SandboxId) -> Result<Vec<Artifact>> {
         // Everything that is not an artifact has a name that is no artifact id.
         let Some(artifact) = name.to_str().and_then(|name| ArtifactId::new(name).ok()) else { continue };
         match subvolume::exists(&versions.path(id, &artifact)) {
-            Ok(true) => found.push(versions::bare(id, &artifact)),
+            Ok(true) => found.push(artifacts::bare(NAME, id, &artifact)),
             Ok(false) => {
                 tracing::warn!(sandbox = %id, name = %artifact, "something that is no snapshot among the versions")
             }

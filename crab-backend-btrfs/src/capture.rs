@@ -6,14 +6,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use async_trait::async_trait;
-use crab_core::{Artifact, ArtifactId, Captured, Error, ErrorKind, Result, Sandbox, SandboxId};
+use crab_backend_files::{Snapshot, artifacts, refuse_late};
+use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, Sandbox, SandboxId};
 use rustix::fs::RenameFlags;
 use rustix::io::Errno;
 
 use crate::subvolume::{self, Info, Uuid};
 use crate::versions::{self, Versions, capture_name};
-use crate::{blocking, failure, ioctl};
+use crate::{failure, ioctl};
 
 /// A snapshot in a sandbox's directory that is removed when this is dropped, which blocks for a moment. It takes no
 /// lock, so that it can be dropped under one.
@@ -50,7 +50,7 @@ pub(crate) fn take(
 
     let _locked = versions.lock(&sandbox.id);
     versions.require_free(&sandbox.id, &artifact)?;
-    failure::refuse_late(deadline, "the snapshot was begun")?;
+    refuse_late(deadline, "the snapshot was begun")?;
     let directory = versions.make(&sandbox.id)?;
     let take = || {
         let name = capture_name(&artifact);
@@ -61,7 +61,7 @@ pub(crate) fn take(
         let info = subvolume::info(&path)?;
         // One that was made while the snapshot was taken would be an empty directory in it.
         refuse_nested(&root, &sandbox.root)?;
-        failure::refuse_late(deadline, "the snapshot was taken")?;
+        refuse_late(deadline, "the snapshot was taken")?;
         Ok((snapshot, info))
     };
     let (snapshot, info) = take().inspect_err(|_| versions.tidy(&sandbox.id))?;
@@ -89,9 +89,11 @@ impl Staged {
     pub(crate) fn new(snapshot: Unfinished, artifact: ArtifactId, info: Info, root: Option<Uuid>) -> Self {
         Self { snapshot, artifact, info, root }
     }
+}
 
-    /// Gives the snapshot the artifact's name, for good. Blocks.
-    pub(crate) fn persist(self) -> Result<Artifact> {
+impl Snapshot for Staged {
+    /// Gives the snapshot the artifact's name, for good.
+    fn persist(self) -> Result<Artifact> {
         let Self { mut snapshot, artifact, info, root } = self;
         let (versions, sandbox) = (Arc::clone(&snapshot.versions), snapshot.sandbox.clone());
         let path = versions.directory(&sandbox);
@@ -102,8 +104,7 @@ impl Staged {
         match rustix::fs::renameat_with(&directory, &from, &directory, to, RenameFlags::NOREPLACE) {
             Ok(()) => snapshot.name = Some(to.into()),
             Err(Errno::EXIST) => {
-                let message = format!("an artifact {artifact} of {sandbox} exists already");
-                return Err(Error::new(ErrorKind::AlreadyExists, message));
+                return Err(artifacts::taken(&sandbox, &artifact));
             }
             Err(errno) => return Err(failure::at("put an artifact in place in", &path)(errno)),
         }
@@ -115,7 +116,6 @@ impl Staged {
         Ok(versions.describe(&sandbox, &artifact, &info, root))
     }
 
-    /// Removes the snapshot. Blocks.
     fn discard(mut self) -> Result<()> {
         self.snapshot.remove()?;
         let _locked = self.snapshot.versions.lock(&self.snapshot.sandbox);
@@ -146,38 +146,6 @@ impl Drop for Unfinished {
     fn drop(&mut self) {
         if let Err(error) = self.remove() {
             tracing::warn!(sandbox = %self.sandbox, %error, "a snapshot was left behind");
-        }
-    }
-}
-
-/// What a capture gives to the engine.
-pub(crate) struct BtrfsCaptured(Option<Staged>);
-
-impl BtrfsCaptured {
-    pub(crate) fn new(staged: Staged) -> Self {
-        Self(Some(staged))
-    }
-}
-
-#[async_trait]
-impl Captured for BtrfsCaptured {
-    async fn persist(mut self: Box<Self>) -> Result<Artifact> {
-        let Some(staged) = self.0.take() else {
-            return Err(Error::new(ErrorKind::Internal, "a capture was persisted twice"));
-        };
-        blocking::run(|| staged.persist()).await
-    }
-
-    async fn discard(mut self: Box<Self>) -> Result<()> {
-        let Some(staged) = self.0.take() else { return Ok(()) };
-        blocking::run(|| staged.discard()).await
-    }
-}
-
-impl Drop for BtrfsCaptured {
-    fn drop(&mut self) {
-        if let Some(staged) = self.0.take() {
-            blocking::later(move || drop(staged));
         }
     }
 }

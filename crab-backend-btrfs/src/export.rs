@@ -8,12 +8,13 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use async_trait::async_trait;
+use crab_backend_files::blocking;
 use crab_core::{ByteStream, Error, ErrorKind, Result};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
+use crate::crc32c;
 use crate::ioctl::SendOptions;
 use crate::send::{self, Sending};
-use crate::{blocking, crc32c};
 
 /// How much goes from the reading thread to the caller at once.
 const PIECE: usize = 256 << 10;

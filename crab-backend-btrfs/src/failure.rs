@@ -3,9 +3,8 @@
 use std::fmt;
 use std::io;
 use std::path::Path;
-use std::time::Instant;
 
-use crab_core::{Error, ErrorKind, Result};
+use crab_core::{Error, ErrorKind};
 use rustix::io::Errno;
 
 /// The remedy for every lack of privilege.
@@ -34,14 +33,4 @@ pub(crate) fn os(what: impl fmt::Display, errno: Errno) -> Error {
 /// As [`os`] for a call on one path.
 pub(crate) fn at<'a>(what: &'static str, path: &'a Path) -> impl FnOnce(Errno) -> Error + 'a {
     move |errno| os(format_args!("{what} {}", path.display()), errno)
-}
-
-/// Refuses to begin something after its deadline.
-pub(crate) fn refuse_late(deadline: Option<Instant>, what: &str) -> Result<()> {
-    match deadline {
-        Some(deadline) if Instant::now() >= deadline => {
-            Err(Error::new(ErrorKind::TimedOut, format!("the deadline passed before {what}")))
-        }
-        _ => Ok(()),
-    }
 }

@@ -17,6 +17,7 @@ use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use crab_backend_files::Snapshot;
 use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, SandboxId};
 use tokio::sync::mpsc::Receiver;
 

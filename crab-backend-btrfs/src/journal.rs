@@ -14,38 +14,15 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use crab_core::{ArtifactId, Error, ErrorKind, OperationId, Result};
+use crab_backend_files::{Keep, journal};
+use crab_core::{Error, ErrorKind, OperationId, Result};
 
 use crate::subvolume::Uuid;
 use crate::versions::temporary;
 
-const HEAD: &str = "crab-btrfs-restore 1";
-const TAIL: &str = "end";
+const HEAD: &str = "crab-btrfs-restore 2";
 /// What the target of a link can hold.
 const LONGEST: usize = 4000;
-
-/// What is done with the state that a restore replaces.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Keep {
-    /// It is removed.
-    No,
-    /// This restore makes an artifact of it.
-    New(ArtifactId),
-    /// An earlier attempt of the same operation made an artifact of it, which stays.
-    Held(ArtifactId),
-    /// It would have become this artifact, but there was no state to replace.
-    Nothing(ArtifactId),
-}
-
-impl Keep {
-    /// The name that the caller gave.
-    pub(crate) fn name(&self) -> Option<&ArtifactId> {
-        match self {
-            Self::No => None,
-            Self::New(id) | Self::Held(id) | Self::Nothing(id) => Some(id),
-        }
-    }
-}
 
 /// One restore.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,102 +77,54 @@ impl Record {
     }
 
     fn to_text(&self) -> String {
-        let replaced = self.replaced.map_or_else(|| "-".to_owned(), |uuid| uuid.to_string());
-        let keep = match &self.keep {
-            Keep::No => "no".to_owned(),
-            Keep::New(id) => format!("new {id}"),
-            Keep::Held(id) => format!("held {id}"),
-            Keep::Nothing(id) => format!("nothing {id}"),
-        };
-        format!(
-            "{HEAD}\noperation {}\nroot {}\nsource {}\nreplaced {replaced}\nkeep {keep}\n{TAIL}\n",
-            self.operation,
-            escape(&self.root),
-            self.source,
+        let (source, replaced) = (self.source.to_string(), self.replaced.map(|uuid| uuid.to_string()));
+        let [keep, name] = self.keep.to_words();
+        journal::to_line(
+            HEAD,
+            &[
+                self.operation.as_str().as_bytes(),
+                self.root.as_os_str().as_bytes(),
+                source.as_bytes(),
+                replaced.as_ref().map_or(b"-", |uuid| uuid.as_bytes()),
+                keep,
+                name,
+            ],
         )
     }
 
     fn from_text(text: &str) -> Option<Self> {
-        let mut lines = text.strip_suffix('\n')?.split('\n');
-        if lines.next()? != HEAD {
-            return None;
-        }
-        let mut field = |name: &str| lines.next()?.strip_prefix(name)?.strip_prefix(' ');
-        let operation = field("operation")?.parse().ok()?;
-        let root = unescape(field("root")?)?;
-        let source = field("source")?.parse().ok()?;
-        let replaced = match field("replaced")? {
-            "-" => None,
-            uuid => Some(uuid.parse().ok()?),
+        let [operation, root, source, replaced, keep, name]: [Vec<u8>; 6] =
+            journal::from_line(HEAD, text)?.try_into().ok()?;
+        let uuid = |word: &[u8]| std::str::from_utf8(word).ok()?.parse().ok();
+        let record = Self {
+            operation: std::str::from_utf8(&operation).ok()?.parse().ok()?,
+            root: OsString::from_vec(root).into(),
+            source: uuid(&source)?,
+            replaced: if replaced == b"-" { None } else { Some(uuid(&replaced)?) },
+            keep: Keep::from_words(&keep, &name)?,
         };
-        let keep = field("keep")?;
-        let keep = match keep.split_once(' ').unwrap_or((keep, "")) {
-            ("no", "") => Keep::No,
-            ("new", id) => Keep::New(id.parse().ok()?),
-            ("held", id) => Keep::Held(id.parse().ok()?),
-            ("nothing", id) => Keep::Nothing(id.parse().ok()?),
-            _ => return None,
-        };
-        let record = Self { operation, root, source, replaced, keep };
-        (record.root.is_absolute() && lines.next()? == TAIL && lines.next().is_none()).then_some(record)
+        record.root.is_absolute().then_some(record)
     }
-}
-
-/// A path as one line of ASCII: what is not plain is written as `%` and two hexadecimal digits.
-fn escape(path: &Path) -> String {
-    let mut text = String::new();
-    for byte in path.as_os_str().as_bytes() {
-        match byte {
-            b'!'..=b'~' if *byte != b'%' => text.push(char::from(*byte)),
-            _ => text.push_str(&format!("%{byte:02x}")),
-        }
-    }
-    text
-}
-
-fn unescape(text: &str) -> Option<PathBuf> {
-    let mut bytes = Vec::new();
-    let mut rest = text.bytes();
-    while let Some(byte) = rest.next() {
-        bytes.push(match byte {
-            b'%' => {
-                let mut digit = || char::from(rest.next()?).to_digit(16);
-                let (high, low) = (digit()?, digit()?);
-                u8::try_from(high << 4 | low).ok()?
-            }
-            _ => byte,
-        });
-    }
-    Some(OsString::from_vec(bytes).into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crab_core::ArtifactId;
     use proptest::prelude::*;
-
-    fn id() -> impl Strategy<Value = String> {
-        "[a-z0-9][a-z0-9._-]{0,40}"
-    }
 
     proptest! {
         #[test]
         fn a_record_survives_being_written(
-            operation in id(), kept in id(), root: Vec<u8>, source: [u8; 16], replaced: Option<[u8; 16]>, keep in 0..4,
+            operation in "[a-z0-9][a-z0-9._-]{0,40}", root: Vec<u8>, source: [u8; 16], replaced: Option<[u8; 16]>,
+            kept: bool,
         ) {
-            let root = [b"/".to_vec(), root].concat();
-            let kept = ArtifactId::new(kept).unwrap();
             let record = Record {
                 operation: OperationId::new(operation).unwrap(),
-                root: OsString::from_vec(root).into(),
+                root: OsString::from_vec([b"/".to_vec(), root].concat()).into(),
                 source: Uuid(source),
                 replaced: replaced.map(Uuid),
-                keep: match keep {
-                    0 => Keep::No,
-                    1 => Keep::New(kept),
-                    2 => Keep::Held(kept),
-                    _ => Keep::Nothing(kept),
-                },
+                keep: if kept { Keep::New(ArtifactId::new("kept").unwrap()) } else { Keep::No },
             };
             let text = record.to_text();
             prop_assert_eq!(Record::from_text(&text), Some(record));
@@ -208,8 +137,7 @@ mod tests {
         #[test]
         fn no_text_makes_the_reader_panic(text in "\\PC{0,200}") {
             let _ = Record::from_text(&text);
-            let _ = Record::from_text(&format!("{HEAD}\n{text}\n{TAIL}\n"));
-            let _ = unescape(&text);
+            let _ = Record::from_text(&format!("{HEAD} {text} end"));
         }
     }
 }

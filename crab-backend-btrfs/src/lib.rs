@@ -28,7 +28,6 @@
 //!   quota is raised. A sandbox's own quota stops only the sandbox; the root that a restore makes has none.
 
 mod backend;
-mod blocking;
 mod busy;
 mod capture;
 mod crc32c;
@@ -38,7 +37,6 @@ mod failure;
 mod import;
 mod ioctl;
 mod journal;
-mod locks;
 mod receive;
 mod restore;
 #[cfg(test)]

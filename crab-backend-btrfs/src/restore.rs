@@ -25,12 +25,13 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crab_backend_files::{Keep, Steps, artifacts, refuse_late, tasks};
 use crab_core::{Artifact, ArtifactId, Condition, Error, ErrorKind, RestoreTarget, Restored, Result, SandboxId};
 use rustix::fs::{Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::capture::refuse_nested;
-use crate::journal::{Keep, Record};
+use crate::journal::Record;
 use crate::subvolume::{self, Info, Uuid};
 use crate::versions::{self, Versions};
 use crate::{busy, failure, ioctl};
@@ -46,25 +47,11 @@ pub(crate) enum Step {
     Removed,
 }
 
-/// Told after each step; an error or a panic stops the restore there.
-pub(crate) trait Steps: Send + Sync {
-    fn done(&self, step: Step) -> Result<()>;
-}
-
-/// What a running product does between steps: nothing.
-pub(crate) struct Straight;
-
-impl Steps for Straight {
-    fn done(&self, _step: Step) -> Result<()> {
-        Ok(())
-    }
-}
-
 /// Restores, and cleans up after restores that were cut short. All calls block.
 #[derive(Clone)]
 pub(crate) struct Restorer {
     versions: Arc<Versions>,
-    steps: Arc<dyn Steps>,
+    steps: Arc<dyn Steps<Step>>,
 }
 
 /// Where a sandbox's root stands, or will stand.
@@ -148,7 +135,7 @@ impl Found {
 }
 
 impl Restorer {
-    pub(crate) fn new(versions: Arc<Versions>, steps: Arc<dyn Steps>) -> Self {
+    pub(crate) fn new(versions: Arc<Versions>, steps: Arc<dyn Steps<Step>>) -> Self {
         Self { versions, steps }
     }
 
@@ -156,19 +143,19 @@ impl Restorer {
     pub(crate) fn restore(&self, artifact: &Artifact, target: &RestoreTarget) -> Result<Restored> {
         let sandbox = &target.sandbox;
         let place = Place::of(&sandbox.root)?;
-        failure::refuse_late(target.deadline, "the restore was begun")?;
+        refuse_late(target.deadline, "the restore was begun")?;
         let _locked = self.versions.lock(&sandbox.id);
 
         let (source, source_info) = self.versions.open_whole(artifact)?;
         let source_uuid = source_info.uuid.ok_or_else(|| {
             Error::new(ErrorKind::Corrupt, format!("the snapshot of artifact {} has no uuid", artifact.id))
         })?;
-        busy::refuse_tasks(&sandbox.cgroup)?;
+        tasks::refuse(&sandbox.cgroup)?;
         self.versions.require_same_filesystem(&place.parent, &place.path)?;
         let earlier = self.settle(&sandbox.id)?;
         let root = self.replaceable(&place)?;
         let keep = self.plan(target, earlier.as_ref(), root.is_some())?;
-        failure::refuse_late(target.deadline, "the restore was begun")?;
+        refuse_late(target.deadline, "the restore was begun")?;
 
         let directory = self.versions.make(&sandbox.id)?;
         // What an earlier journal knows about is gone before that journal is, on the disk too: all this is metadata, and
@@ -243,18 +230,10 @@ impl Restorer {
 
     /// Decides what becomes of the replaced state.
     fn plan(&self, target: &RestoreTarget, earlier: Option<&Record>, exists: bool) -> Result<Keep> {
-        let Some(name) = &target.keep_replaced else { return Ok(Keep::No) };
         let earlier = earlier.filter(|e| e.operation == target.operation).map(|e| &e.keep);
-        match earlier.filter(|keep| keep.name() == Some(name)) {
-            // A second attempt. What stands at the root now is what the first one put there, not what it replaced.
-            Some(Keep::New(_) | Keep::Held(_)) => Ok(Keep::Held(name.clone())),
-            Some(Keep::Nothing(_)) => Ok(Keep::Nothing(name.clone())),
-            _ if exists => {
-                self.versions.require_free(&target.sandbox.id, name)?;
-                Ok(Keep::New(name.clone()))
-            }
-            _ => Ok(Keep::Nothing(name.clone())),
-        }
+        Keep::plan(target.keep_replaced.as_ref(), earlier, exists, |name| {
+            self.versions.require_free(&target.sandbox.id, name)
+        })
     }
 
     /// Steps 2 to 4. Where it fails, the root is what it was.
@@ -276,8 +255,8 @@ impl Restorer {
         ioctl::create_snapshot(&place.parent, &place.staging, source, false)
             .map_err(failure::at("make the clone", &place.staging_path()))?;
         self.steps.done(Step::Cloned)?;
-        failure::refuse_late(target.deadline, "the restored files were in place")?;
-        busy::refuse_tasks(&target.sandbox.cgroup)?;
+        refuse_late(target.deadline, "the restored files were in place")?;
+        tasks::refuse(&target.sandbox.cgroup)?;
         // Neither form of the rename can overwrite anything.
         let flags = if root.is_some() { RenameFlags::EXCHANGE } else { RenameFlags::NOREPLACE };
         rustix::fs::renameat_with(&place.parent, &place.staging, &place.parent, &place.name, flags)
@@ -347,7 +326,9 @@ impl Restorer {
     /// Whether the replaced state stands as the artifact that the record names.
     fn is_kept(&self, sandbox: &SandboxId, record: &Record) -> Result<bool> {
         Ok(match &record.keep {
-            Keep::New(id) | Keep::Held(id) => self.versions.look(&versions::bare(sandbox, id))?.is_some(),
+            Keep::New(id) | Keep::Held(id) => {
+                self.versions.look(&artifacts::bare(versions::NAME, sandbox, id))?.is_some()
+            }
             Keep::No | Keep::Nothing(_) => false,
         })
     }
@@ -355,7 +336,7 @@ impl Restorer {
     /// Removes the artifact that an undone restore made of the state that it did not replace in the end.
     fn undo_keep(&self, sandbox: &SandboxId, record: &Record) -> Result<()> {
         let Some(id) = record.keep.name() else { return Ok(()) };
-        match self.versions.look(&versions::bare(sandbox, id))? {
+        match self.versions.look(&artifacts::bare(versions::NAME, sandbox, id))? {
             Some((_, info)) if info.parent_uuid == record.replaced => {
                 let path = self.versions.directory(sandbox);
                 let directory = subvolume::open_directory(&path).map_err(failure::at("open", &path))?;
@@ -368,7 +349,7 @@ impl Restorer {
 
     /// The artifact that was made of the replaced state, where it is still there.
     fn kept(&self, sandbox: &SandboxId, id: &ArtifactId) -> Result<Option<Artifact>> {
-        let found = self.versions.look(&versions::bare(sandbox, id))?;
+        let found = self.versions.look(&artifacts::bare(versions::NAME, sandbox, id))?;
         Ok(found.map(|(_, info)| self.versions.describe(sandbox, id, &info, info.parent_uuid)))
     }
 

@@ -5,12 +5,13 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
+use crab_backend_files::Steps;
 use crab_core::{Artifact, CheckpointBackend, Error, ErrorKind, Result, Sandbox};
 
 use crate::BtrfsBackend;
-use crate::restore::{Step, Steps};
+use crate::restore::Step;
 use crate::subvolume;
-use crate::support::{Pool, checkpoint, files, names, restore};
+use crate::support::{Disk, Pool, checkpoint, files, names, restore};
 
 const STEPS: [Step; 6] = [Step::Journaled, Step::Kept, Step::Cloned, Step::Swapped, Step::Committed, Step::Removed];
 
@@ -33,7 +34,7 @@ struct CutAfter {
     reached: Mutex<bool>,
 }
 
-impl Steps for CutAfter {
+impl Steps<Step> for CutAfter {
     fn done(&self, step: Step) -> Result<()> {
         if step != self.step {
             return Ok(());
@@ -85,7 +86,7 @@ impl Scene {
 
 async fn cut(pool: &Pool, scene: &Scene, step: Step, end: End, keep: Option<&str>) -> Error {
     let steps = Arc::new(CutAfter { step, end, image: pool.image(), reached: Mutex::new(false) });
-    let backend = BtrfsBackend::with_steps(&pool.versions(), Arc::clone(&steps) as Arc<dyn Steps>).unwrap();
+    let backend = BtrfsBackend::with_steps(&pool.versions(), Arc::clone(&steps) as Arc<dyn Steps<Step>>).unwrap();
     let error = restore(&backend, &scene.one, &scene.sandbox, "op", keep).await.unwrap_err();
     assert!(*steps.reached.lock().unwrap(), "{step:?} was not reached: {error}");
     error

@@ -23,12 +23,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use crab_core::{Artifact, ArtifactId, Domain, Error, ErrorKind, Result, SandboxId};
+use crab_backend_files::{Locked, Locks, artifacts};
+use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, SandboxId};
 use rustix::io::Errno;
 
 use crate::failure;
 use crate::ioctl;
-use crate::locks::{Locked, Locks};
 use crate::subvolume::{self, Info, Uuid};
 
 /// The backend's name, stored with every artifact.
@@ -132,8 +132,7 @@ impl Versions {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(Error::io(format_args!("look at {}", path.display()), error)),
                 Ok(_) => {
-                    let message = format!("an artifact {id} of {sandbox} exists already");
-                    return Err(Error::new(ErrorKind::AlreadyExists, message));
+                    return Err(artifacts::taken(sandbox, id));
                 }
             }
         }
@@ -166,14 +165,7 @@ impl Versions {
 
     /// Refuses an artifact that another backend made.
     pub(crate) fn require_ours(&self, artifact: &Artifact) -> Result<()> {
-        if artifact.backend == NAME && artifact.domain == Domain::Filesystem {
-            return Ok(());
-        }
-        let message = format!(
-            "artifact {} is a {} artifact of the backend \"{}\", not a filesystem artifact of \"{NAME}\"",
-            artifact.id, artifact.domain, artifact.backend
-        );
-        Err(Error::new(ErrorKind::InvalidInput, message).fix("give it to the backend that made it"))
+        artifacts::require_of(NAME, artifact)
     }
 
     /// Describes a snapshot as an artifact. `root` is the subvolume that it was taken of.
@@ -187,7 +179,7 @@ impl Versions {
             facts.insert(FACT_ROOT.to_owned(), root.to_string());
         }
         facts.insert(FACT_FILESYSTEM.to_owned(), self.filesystem.to_string());
-        Artifact { facts, ..bare(sandbox, id) }
+        Artifact { facts, ..artifacts::bare(NAME, sandbox, id) }
     }
 
     /// Opens an artifact and checks that it is what it was: a read-only subvolume, and the one whose identity the
@@ -195,8 +187,7 @@ impl Versions {
     pub(crate) fn open_whole(&self, artifact: &Artifact) -> Result<(OwnedFd, Info)> {
         self.require_ours(artifact)?;
         let Some((fd, info)) = self.look(artifact)? else {
-            let message = format!("there is no artifact {} of {}", artifact.id, artifact.sandbox);
-            return Err(Error::new(ErrorKind::NotFound, message));
+            return Err(artifacts::missing(artifact));
         };
         require_identity(artifact, &info)?;
         let damaged = |why: &str| Error::new(ErrorKind::Corrupt, format!("artifact {} {why}", artifact.id));
@@ -246,20 +237,6 @@ impl Versions {
 /// minute.)
 pub(crate) fn commit(directory: impl AsFd, path: &Path) -> Result<()> {
     rustix::fs::fsync(directory).map_err(failure::at("commit the changes in", path))
-}
-
-/// An artifact without facts.
-pub(crate) fn bare(sandbox: &SandboxId, id: &ArtifactId) -> Artifact {
-    Artifact {
-        id: id.clone(),
-        sandbox: sandbox.clone(),
-        domain: Domain::Filesystem,
-        backend: NAME.to_owned(),
-        bytes: None,
-        depends_on: Vec::new(),
-        external: Vec::new(),
-        facts: BTreeMap::new(),
-    }
 }
 
 /// Refuses a subvolume that is not the one that the artifact's facts record.

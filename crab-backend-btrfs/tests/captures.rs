@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crab_backend_btrfs::{BtrfsBackend, subvolume};
 use crab_core::{CaptureRequest, CheckpointBackend, ErrorKind, NoCut, SandboxId};
-use support::{Pool, artifact_id, capture, checkpoint, files, names, restore, run};
+use support::{Disk, Pool, artifact_id, capture, checkpoint, files, names, restore, run};
 
 #[tokio::test]
 async fn what_was_written_and_not_synced_is_captured() {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crab_backend_btrfs::subvolume;
 use crab_core::{CheckpointBackend, Condition, ErrorKind};
-use support::{Pool, checkpoint, files, names, restore, run, target};
+use support::{Disk, Pool, checkpoint, files, names, restore, run, target};
 
 #[tokio::test]
 async fn newer_versions_survive_and_the_replaced_state_is_one_of_them() {
@@ -297,7 +297,7 @@ async fn a_damaged_journal_is_reported_and_stops_only_its_own_sandbox() {
     let (backend, one, two) = (pool.backend(), pool.sandbox("one"), pool.sandbox("two"));
     let of_one = checkpoint(&backend, &one, "a").await.unwrap();
     let of_two = checkpoint(&backend, &two, "a").await.unwrap();
-    std::os::unix::fs::symlink("crab-btrfs-restore 1\noper", pool.versions().join("one/.restore")).unwrap();
+    std::os::unix::fs::symlink("crab-btrfs-restore 2 op", pool.versions().join("one/.restore")).unwrap();
     let pending = support::capture(&backend, &two, "b").await.unwrap();
     let error = backend.recover().await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);

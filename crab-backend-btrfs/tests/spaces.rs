@@ -6,10 +6,10 @@ mod support;
 use std::fs;
 
 use crab_backend_btrfs::BtrfsBackend;
+use crab_core::conformance::churn::Churn;
 use crab_core::{Advice, CheckpointBackend, ErrorKind, Sandbox, Space};
 use rustix::fs::IFlags;
-use support::churn::Churn;
-use support::{Pool, Quotas, capture, checkpoint, names, restore, run};
+use support::{Disk, Pool, Quotas, capture, checkpoint, names, restore, run};
 
 const MIB: u64 = 1 << 20;
 /// More than the trees of these tests take for themselves.

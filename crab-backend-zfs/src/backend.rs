@@ -4,18 +4,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use crab_backend_files::{Steps, Straight, blocking};
 use crab_core::{
     Artifact, ByteStream, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, ErrorKind,
     ExportRequest, FileChanges, ImportRequest, RestoreTarget, Restored, Result, SandboxId, Space,
 };
 
-use crate::capture::{self, ZfsCaptured, nested};
+use crate::capture::{self, nested};
 use crate::mounts::{self, Mounts};
 use crate::place::Place;
 use crate::pool::Finish;
-use crate::restore::{Restorer, Steps, Straight, branch};
+use crate::restore::{Restorer, Step, branch};
 use crate::versions::{self, NAME, Versions};
-use crate::{blocking, busy, diff, failure, transfer};
+use crate::{busy, diff, failure, transfer};
 
 /// Saves a sandbox's files as a snapshot of the ZFS dataset that its root is.
 ///
@@ -65,7 +66,7 @@ impl ZfsBackend {
         Self::with_steps(base.as_ref(), Arc::new(Straight))
     }
 
-    pub(crate) fn with_steps(base: &str, steps: Arc<dyn Steps>) -> Result<Self> {
+    pub(crate) fn with_steps(base: &str, steps: Arc<dyn Steps<Step>>) -> Result<Self> {
         let versions = Arc::new(Versions::open(base)?);
         Ok(Self { restorer: Restorer::new(Arc::clone(&versions), steps), versions })
     }
@@ -114,14 +115,7 @@ impl CheckpointBackend for ZfsBackend {
         let CaptureRequest { sandbox, artifact, deadline, at_cut, .. } = request;
         let (versions, sandbox) = (Arc::clone(&self.versions), sandbox.clone());
         let staged = blocking::run(move || capture::take(&versions, &sandbox, artifact, deadline)).await?;
-        let captured = Box::new(ZfsCaptured::new(staged));
-        if let Err(error) = at_cut.run().await {
-            if let Err(left) = captured.discard().await {
-                tracing::warn!(error = %left, "a snapshot was left behind");
-            }
-            return Err(error);
-        }
-        Ok(captured)
+        crab_backend_files::at_cut(staged, at_cut).await
     }
 
     async fn verify(&self, artifact: &Artifact) -> Result<()> {

@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use async_trait::async_trait;
-use crab_core::{Artifact, ArtifactId, Captured, Error, ErrorKind, Result, Sandbox, SandboxId};
+use crab_backend_files::{Snapshot, artifacts, refuse_late};
+use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, Sandbox, SandboxId};
 use rustix::fs::{Mode, OFlags};
 
+use crate::failure;
 use crate::place::Place;
 use crate::pool::NotTaken;
 use crate::sys::Failed;
-use crate::versions::{Versions, taken};
-use crate::{blocking, failure};
+use crate::versions::Versions;
 
 /// A snapshot that is not an artifact yet. Dropping it removes it, which blocks.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ pub(crate) fn take(
     versions.require_outside(&place.dataset)?;
     let wanted = versions.wanted(&place.dataset, &sandbox.id, &artifact)?;
     let _locked = versions.lock([&sandbox.id]);
-    failure::refuse_late(deadline, "the snapshot was begun")?;
+    refuse_late(deadline, "the snapshot was begun")?;
     if place.mounted {
         write_out(&place)?;
     }
@@ -52,7 +52,7 @@ pub(crate) fn take(
     }
     let staged =
         Staged { versions: Arc::clone(versions), sandbox: sandbox.id.clone(), artifact, snapshot: Some(snapshot) };
-    failure::refuse_late(deadline, "the snapshot was taken")?;
+    refuse_late(deadline, "the snapshot was taken")?;
     tracing::debug!(sandbox = %sandbox.id, artifact = %staged.artifact, dataset = place.dataset, "took a snapshot");
     Ok(staged)
 }
@@ -69,7 +69,7 @@ pub(crate) fn write_out(place: &Place) -> Result<()> {
 fn refusal(why: NotTaken, place: &Place, sandbox: &SandboxId, artifact: &ArtifactId) -> Error {
     match why {
         NotTaken::Child(child) => nested(place, &child),
-        NotTaken::Errno(17) => taken(sandbox, artifact),
+        NotTaken::Errno(17) => artifacts::taken(sandbox, artifact),
         NotTaken::Errno(errno) => {
             failure::zfs(format_args!("take a snapshot of {}", place.dataset), Failed { errno, said: None })
         }
@@ -83,8 +83,8 @@ pub(crate) fn nested(place: &Place, child: &str) -> Error {
         .fix("replace it by a directory, or move it out of the root and mount it into the sandbox")
 }
 
-impl Staged {
-    /// Makes it an artifact, for good. Blocks.
+impl Snapshot for Staged {
+    /// Makes it an artifact, for good.
     fn persist(mut self) -> Result<Artifact> {
         let versions = Arc::clone(&self.versions);
         let Some(snapshot) = &self.snapshot else {
@@ -104,6 +104,12 @@ impl Staged {
         Ok(versions.describe(&found))
     }
 
+    fn discard(mut self) -> Result<()> {
+        self.remove()
+    }
+}
+
+impl Staged {
     /// Removes the snapshot. Blocks.
     fn remove(&mut self) -> Result<()> {
         let Some(snapshot) = self.snapshot.take() else { return Ok(()) };
@@ -121,38 +127,6 @@ impl Drop for Staged {
     fn drop(&mut self) {
         if let Err(error) = self.remove() {
             tracing::warn!(sandbox = %self.sandbox, artifact = %self.artifact, %error, "a snapshot was left behind");
-        }
-    }
-}
-
-/// What a capture gives to the engine.
-pub(crate) struct ZfsCaptured(Option<Staged>);
-
-impl ZfsCaptured {
-    pub(crate) fn new(staged: Staged) -> Self {
-        Self(Some(staged))
-    }
-}
-
-#[async_trait]
-impl Captured for ZfsCaptured {
-    async fn persist(mut self: Box<Self>) -> Result<Artifact> {
-        let Some(staged) = self.0.take() else {
-            return Err(Error::new(ErrorKind::Internal, "a capture was persisted twice"));
-        };
-        blocking::run(|| staged.persist()).await
-    }
-
-    async fn discard(mut self: Box<Self>) -> Result<()> {
-        let Some(mut staged) = self.0.take() else { return Ok(()) };
-        blocking::run(move || staged.remove()).await
-    }
-}
-
-impl Drop for ZfsCaptured {
-    fn drop(&mut self) {
-        if let Some(staged) = self.0.take() {
-            blocking::later(move || drop(staged));
         }
     }
 }

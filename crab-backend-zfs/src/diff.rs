@@ -14,13 +14,14 @@ use std::sync::Arc;
 use std::thread;
 
 use async_trait::async_trait;
+use crab_backend_files::blocking;
 use crab_core::{Artifact, Error, FileChange, FileChangeKind, FileChanges, Result};
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use tokio::sync::mpsc;
 
 use crate::versions::Versions;
-use crate::{blocking, failure, mounts};
+use crate::{failure, mounts};
 
 /// How many changes may wait for the reader.
 const WAITING: usize = 256;

@@ -2,9 +2,8 @@
 
 use std::fmt;
 use std::io;
-use std::time::Instant;
 
-use crab_core::{Error, ErrorKind, Result};
+use crab_core::{Error, ErrorKind};
 use rustix::io::Errno;
 
 use crate::sys::Failed;
@@ -50,16 +49,6 @@ pub(crate) fn zfs(what: impl fmt::Display, failed: Failed) -> Error {
             .caused_by(io::Error::from_raw_os_error(errno))
             .fix("load the key, and keep sandboxes and versions below one encryption root"),
         errno => system(what, errno),
-    }
-}
-
-/// Refuses to begin something after its deadline.
-pub(crate) fn refuse_late(deadline: Option<Instant>, what: &str) -> Result<()> {
-    match deadline {
-        Some(deadline) if Instant::now() >= deadline => {
-            Err(Error::new(ErrorKind::TimedOut, format!("the deadline passed before {what}")))
-        }
-        _ => Ok(()),
     }
 }
 

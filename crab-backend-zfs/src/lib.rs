@@ -29,7 +29,6 @@
 
 mod backend;
 mod batch;
-mod blocking;
 mod busy;
 mod capture;
 pub mod dataset;
@@ -37,7 +36,6 @@ mod diff;
 mod failure;
 mod frames;
 mod journal;
-mod locks;
 mod mounts;
 mod place;
 mod pool;

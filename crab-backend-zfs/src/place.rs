@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use crab_core::{Error, ErrorKind, Result};
 
-use crate::mounts::Mounts;
+use crate::mounts::{self, Mounts};
 
 /// A sandbox's root.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,7 +43,7 @@ impl Place {
         let bad = |why: &str| Error::new(ErrorKind::InvalidInput, format!("the root {} {why}", path.display()));
         const FIX: &str = "make each root a ZFS dataset of its own, inside the dataset that is its parent directory";
         if let Some(mount) = mounts.at(&path) {
-            return match mount.dataset() {
+            return match mounts::dataset(mount) {
                 Some(dataset) if !dataset.contains('@') && mount.tree == Path::new("/") => {
                     let dataset = dataset.to_owned();
                     Ok(Self { path, dataset, mounted: true })
@@ -52,14 +52,14 @@ impl Place {
             };
         }
         let parent = path.parent().and_then(|parent| mounts.at(parent));
-        let dataset = parent.filter(|mount| mount.tree == Path::new("/")).and_then(|mount| mount.dataset());
+        let dataset = parent.filter(|mount| mount.tree == Path::new("/")).and_then(|mount| mounts::dataset(mount));
         match (dataset, path.file_name().and_then(|name| name.to_str())) {
             (Some(dataset), Some(name)) if !dataset.contains('@') && is_name(name) => {
                 let dataset = format!("{dataset}/{name}");
                 Ok(Self { path, dataset, mounted: false })
             }
             (Some(_), _) => Err(bad("has a name that no dataset can have")),
-            (None, _) if mounts.holding(&path).is_some_and(|mount| mount.dataset().is_some()) => {
+            (None, _) if mounts.holding(&path).is_some_and(|mount| mounts::dataset(mount).is_some()) => {
                 Err(bad("is not a ZFS dataset, only a directory in one").fix(FIX))
             }
             (None, _) => Err(bad("is not a ZFS dataset").fix(FIX)),
@@ -86,7 +86,7 @@ mod tests {
 ";
 
     fn place(path: &str) -> Result<Place> {
-        Place::among(&Mounts::parse(MOUNTS.as_bytes()), path.into())
+        Place::among(&Mounts::parse(MOUNTS), path.into())
     }
 
     #[test]

@@ -23,10 +23,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crab_backend_files::{Keep, Steps, refuse_late, tasks};
 use crab_core::{Artifact, ArtifactId, Condition, Error, ErrorKind, RestoreTarget, Restored, Result, SandboxId};
 
 use crate::capture::{nested, write_out};
-use crate::journal::{Keep, Record};
+use crate::journal::Record;
 use crate::mounts::{self, Mounts};
 use crate::place::Place;
 use crate::pool::{Dataset, Finish, Found, MARK_CLONE};
@@ -46,25 +47,11 @@ pub(crate) enum Step {
     Finished,
 }
 
-/// Told after each step; an error or a panic stops the restore there.
-pub(crate) trait Steps: Send + Sync {
-    fn done(&self, step: Step) -> Result<()>;
-}
-
-/// What a running product does between steps: nothing.
-pub(crate) struct Straight;
-
-impl Steps for Straight {
-    fn done(&self, _step: Step) -> Result<()> {
-        Ok(())
-    }
-}
-
 /// Restores, and cleans up after restores that were cut short. All calls block.
 #[derive(Clone)]
 pub(crate) struct Restorer {
     versions: Arc<Versions>,
-    steps: Arc<dyn Steps>,
+    steps: Arc<dyn Steps<Step>>,
 }
 
 /// The names under which a restore keeps datasets for a while.
@@ -87,7 +74,7 @@ pub(crate) fn branch(home: &str, guid: u64) -> String {
 }
 
 impl Restorer {
-    pub(crate) fn new(versions: Arc<Versions>, steps: Arc<dyn Steps>) -> Self {
+    pub(crate) fn new(versions: Arc<Versions>, steps: Arc<dyn Steps<Step>>) -> Self {
         Self { versions, steps }
     }
 
@@ -95,11 +82,11 @@ impl Restorer {
     pub(crate) fn restore(&self, artifact: &Artifact, target: &RestoreTarget) -> Result<Restored> {
         let sandbox = &target.sandbox;
         self.versions.pool().require_here(&Place::of(&sandbox.root)?.dataset)?;
-        failure::refuse_late(target.deadline, "the restore was begun")?;
+        refuse_late(target.deadline, "the restore was begun")?;
         let _locked = self.versions.lock([&artifact.sandbox, &sandbox.id]);
 
         self.versions.find_whole(artifact)?;
-        busy::refuse_tasks(&sandbox.cgroup)?;
+        tasks::refuse(&sandbox.cgroup)?;
         let earlier = self.settle(&sandbox.id)?;
         // It may have moved to another dataset.
         let source = self.versions.find_whole(artifact)?;
@@ -108,7 +95,7 @@ impl Restorer {
         self.versions.require_outside(&place.dataset)?;
         let root = self.replaceable(&place)?;
         let keep = self.plan(target, earlier.as_ref(), &place, root.is_some())?;
-        failure::refuse_late(target.deadline, "the restore was begun")?;
+        refuse_late(target.deadline, "the restore was begun")?;
 
         let names = Names::new(self.versions.make_home(&sandbox.id)?, root.as_ref().map(|root| root.guid));
         let record = Record {
@@ -164,18 +151,10 @@ impl Restorer {
 
     /// Decides what becomes of the replaced state.
     fn plan(&self, target: &RestoreTarget, earlier: Option<&Record>, place: &Place, exists: bool) -> Result<Keep> {
-        let Some(name) = &target.keep_replaced else { return Ok(Keep::No) };
         let earlier = earlier.filter(|e| e.operation == target.operation).map(|e| &e.keep);
-        match earlier.filter(|keep| keep.name() == Some(name)) {
-            // A second attempt. What stands at the root now is what the first one put there, not what it replaced.
-            Some(Keep::New(_) | Keep::Held(_)) => Ok(Keep::Held(name.clone())),
-            Some(Keep::Nothing(_)) => Ok(Keep::Nothing(name.clone())),
-            _ if exists => {
-                self.versions.require_free(&target.sandbox.id, name, Some(&place.dataset))?;
-                Ok(Keep::New(name.clone()))
-            }
-            _ => Ok(Keep::Nothing(name.clone())),
-        }
+        Keep::plan(target.keep_replaced.as_ref(), earlier, exists, |name| {
+            self.versions.require_free(&target.sandbox.id, name, Some(&place.dataset))
+        })
     }
 
     /// The first step.
@@ -214,8 +193,8 @@ impl Restorer {
             let mounts = Mounts::read()?;
             mounts::detached(&names.next, mounts.at(&place.path))?
         };
-        failure::refuse_late(target.deadline, "the restored files were in place")?;
-        busy::refuse_tasks(&target.sandbox.cgroup)?;
+        refuse_late(target.deadline, "the restored files were in place")?;
+        tasks::refuse(&target.sandbox.cgroup)?;
         busy::refuse_use(&place.path)?;
         mounts::replace(&clone, &place.path)?;
         self.steps.done(Step::Mounted)?;
@@ -245,7 +224,7 @@ impl Restorer {
             self.rename(old, &record.dataset)?;
         }
         let mounts = Mounts::read()?;
-        let Some(mount) = mounts.at(&record.root).filter(|mount| mount.dataset() == Some(&names.next)) else {
+        let Some(mount) = mounts.at(&record.root).filter(|mount| mounts::dataset(mount) == Some(&names.next)) else {
             return Ok(());
         };
         match record.replaced {
@@ -294,7 +273,7 @@ impl Restorer {
             true
         } else if is_clone(next, &record) {
             let mounts = Mounts::read()?;
-            let seen = mounts.stack(&record.root).any(|mount| mount.dataset() == Some(&names.next));
+            let seen = mounts.stack(&record.root).any(|mount| mounts::dataset(mount) == Some(&names.next));
             if root.is_some() && !stands {
                 let message = format!("{} is not what the restore that was cut short found there", record.dataset);
                 return Err(Error::new(ErrorKind::Corrupt, message).fix("see what it is and move it away"));
@@ -365,7 +344,7 @@ fn mount_again(record: &Record) -> Result<()> {
             mounts::attach(&mounts::detached(&record.dataset, None)?, &record.root)
         }
         // Cut short between the two halves of putting one in the place of the other.
-        [_, _, ..] if mounts.at(&record.root).and_then(mounts::Mount::dataset) != Some(&record.dataset) => {
+        [_, _, ..] if mounts.at(&record.root).and_then(mounts::dataset) != Some(&record.dataset) => {
             mounts::unmount(&record.root)
         }
         _ => Ok(()),

@@ -4,11 +4,12 @@
 use std::fs;
 use std::sync::{Arc, Mutex};
 
+use crab_backend_files::Steps;
 use crab_core::{Artifact, CheckpointBackend, Error, ErrorKind, Result, Sandbox};
 
 use crate::ZfsBackend;
-use crate::restore::{Step, Steps};
-use crate::support::{Pool, checkpoint, files, restore};
+use crate::restore::Step;
+use crate::support::{Disk, Pool, checkpoint, files, restore};
 
 const STEPS: [Step; 6] = [Step::Begun, Step::Cloned, Step::Mounted, Step::Moved, Step::Swapped, Step::Finished];
 
@@ -28,7 +29,7 @@ struct CutAfter {
     reached: Mutex<bool>,
 }
 
-impl Steps for CutAfter {
+impl Steps<Step> for CutAfter {
     fn done(&self, step: Step) -> Result<()> {
         if step != self.step {
             return Ok(());
@@ -74,7 +75,7 @@ impl Scene {
 
     async fn cut(&self, pool: &Pool, step: Step, end: End, keep: Option<&str>) {
         let steps = Arc::new(CutAfter { step, end, reached: Mutex::new(false) });
-        let backend = ZfsBackend::with_steps(&pool.base(), Arc::clone(&steps) as Arc<dyn Steps>).unwrap();
+        let backend = ZfsBackend::with_steps(&pool.base(), Arc::clone(&steps) as Arc<dyn Steps<Step>>).unwrap();
         let error = restore(&backend, &self.one, &self.sandbox, "op", keep).await.unwrap_err();
         assert!(*steps.reached.lock().unwrap(), "{step:?} was not reached: {error}");
     }

@@ -6,15 +6,16 @@ use std::sync::Arc;
 use std::thread;
 
 use async_trait::async_trait;
+use crab_backend_files::blocking;
 use crab_core::{Artifact, ArtifactId, ByteStream, Error, ErrorKind, ExportRequest, ImportRequest, Result, SandboxId};
 use rustix::pipe::PipeFlags;
 use tokio::sync::mpsc;
 
+use crate::failure;
 use crate::frames::{Beginning, Reader, Writer, corrupt};
 use crate::pool::{Finish, Found};
 use crate::sys::{Failed, Map, Value};
 use crate::versions::Versions;
-use crate::{blocking, failure};
 
 /// How much is read from ZFS at once.
 const PIECE: usize = 1 << 20;

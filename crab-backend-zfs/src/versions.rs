@@ -20,11 +20,11 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Mutex, PoisonError};
 
-use crab_core::{Artifact, ArtifactId, Domain, Error, ErrorKind, Result, SandboxId};
+use crab_backend_files::{Locked, Locks, artifacts};
+use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, SandboxId};
 
 use crate::batch::Batch;
 use crate::failure;
-use crate::locks::{Locked, Locks};
 use crate::pool::{Found, HOLD, MARK_FORMAT, MARK_SANDBOX, Pool, Wanted};
 use crate::sys::{Map, Value};
 
@@ -101,11 +101,7 @@ impl Versions {
 
     /// Waits until nobody else changes the versions of these sandboxes. Blocks.
     pub(crate) fn lock<'a>(&self, ids: impl IntoIterator<Item = &'a SandboxId>) -> Vec<Locked<'_>> {
-        let mut ids: Vec<_> = ids.into_iter().collect();
-        // In one order everywhere, so that no two callers wait for each other.
-        ids.sort();
-        ids.dedup();
-        ids.into_iter().map(|id| self.locks.lock(id)).collect()
+        self.locks.lock_all(ids)
     }
 
     /// The dataset under which a sandbox's branches and journal stand.
@@ -153,7 +149,7 @@ impl Versions {
     pub(crate) fn require_free(&self, sandbox: &SandboxId, id: &ArtifactId, likely: Option<&str>) -> Result<()> {
         match self.pool.find_one(sandbox, id, likely)? {
             None => Ok(()),
-            Some(_) => Err(taken(sandbox, id)),
+            Some(_) => Err(artifacts::taken(sandbox, id)),
         }
     }
 
@@ -177,14 +173,7 @@ impl Versions {
 
     /// Refuses an artifact that another backend made.
     pub(crate) fn require_ours(&self, artifact: &Artifact) -> Result<()> {
-        if artifact.backend == NAME && artifact.domain == Domain::Filesystem {
-            return Ok(());
-        }
-        let message = format!(
-            "artifact {} is a {} artifact of the backend \"{}\", not a filesystem artifact of \"{NAME}\"",
-            artifact.id, artifact.domain, artifact.backend
-        );
-        Err(Error::new(ErrorKind::InvalidInput, message).fix("give it to the backend that made it"))
+        artifacts::require_of(NAME, artifact)
     }
 
     /// Describes a snapshot as an artifact.
@@ -193,7 +182,7 @@ impl Versions {
             (FACT_GUID.to_owned(), format!("{:016x}", found.guid)),
             (FACT_DATASET.to_owned(), found.dataset().to_owned()),
         ]);
-        Artifact { facts, ..bare(&found.sandbox, &found.artifact) }
+        Artifact { facts, ..artifacts::bare(NAME, &found.sandbox, &found.artifact) }
     }
 
     /// Finds what stands for an artifact, removed or not.
@@ -208,8 +197,7 @@ impl Versions {
     pub(crate) fn find_whole(&self, artifact: &Artifact) -> Result<Found> {
         let found = self.look(artifact)?.filter(|found| !found.removed);
         let Some(found) = found.filter(|found| found.held || !self.is_pending(&found.name)) else {
-            let message = format!("there is no artifact {} of {}", artifact.id, artifact.sandbox);
-            return Err(Error::new(ErrorKind::NotFound, message));
+            return Err(artifacts::missing(artifact));
         };
         require_identity(artifact, &found)?;
         if !found.held {
@@ -248,25 +236,6 @@ impl Versions {
             .iter()
             .filter_map(|child| SandboxId::new(child.strip_prefix(&self.base)?.strip_prefix('/')?).ok())
             .collect())
-    }
-}
-
-/// That an artifact's name is taken.
-pub(crate) fn taken(sandbox: &SandboxId, id: &ArtifactId) -> Error {
-    Error::new(ErrorKind::AlreadyExists, format!("an artifact {id} of {sandbox} exists already"))
-}
-
-/// An artifact without facts.
-pub(crate) fn bare(sandbox: &SandboxId, id: &ArtifactId) -> Artifact {
-    Artifact {
-        id: id.clone(),
-        sandbox: sandbox.clone(),
-        domain: Domain::Filesystem,
-        backend: NAME.to_owned(),
-        bytes: None,
-        depends_on: Vec::new(),
-        external: Vec::new(),
-        facts: BTreeMap::new(),
     }
 }
 

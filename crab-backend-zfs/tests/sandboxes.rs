@@ -10,7 +10,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use crab_backend_zfs::{ZfsBackend, dataset};
 use crab_core::conformance::trees;
 use crab_core::{CheckpointBackend, ErrorKind, Sandbox};
-use support::{Pool, capture, checkpoint, files, restore, run};
+use support::{Disk, Pool, capture, checkpoint, files, restore, run};
 
 #[tokio::test]
 async fn what_was_written_through_a_mapping_and_not_synced_is_captured() {

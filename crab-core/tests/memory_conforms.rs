@@ -3,17 +3,21 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::future::Future;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 
 use async_trait::async_trait;
+use crab_core::conformance::model::{acts, play};
 use crab_core::conformance::{self, BackendFixture, DeltaFixture, HostFixture};
 use crab_core::memory::MemoryWorld;
 use crab_core::{
-    Artifact, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, RestoreTarget, Restored, Result,
-    SandboxHost, SandboxId, StateDelta,
+    Artifact, ArtifactId, ByteStream, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, ExportRequest,
+    FileChanges, ImportRequest, RestoreTarget, Restored, Result, ResumeToken, SandboxHost, SandboxId, Space,
+    StateDelta,
 };
+use proptest::prelude::*;
 
 /// Everything in memory completes at once, so one poll is enough.
 fn run(future: impl Future<Output = ()>) {
@@ -24,13 +28,14 @@ fn run(future: impl Future<Output = ()>) {
 struct Fixture {
     world: MemoryWorld,
     domain: Domain,
-    broken: bool,
+    /// Whether the backend is in a wrapper, and whether that hands removals on.
+    wrapped: Option<bool>,
     next: AtomicU64,
 }
 
 impl Fixture {
     fn new(domain: Domain) -> Self {
-        Self { world: MemoryWorld::new(), domain, broken: false, next: AtomicU64::new(1) }
+        Self { world: MemoryWorld::new(), domain, wrapped: None, next: AtomicU64::new(1) }
     }
 
     fn name(&self) -> SandboxId {
@@ -48,7 +53,10 @@ impl Fixture {
 impl BackendFixture for Fixture {
     fn backend(&self) -> Arc<dyn CheckpointBackend> {
         let whole = self.world.backend(self.domain);
-        if self.broken { Arc::new(NeverRemoves(whole)) } else { whole }
+        match self.wrapped {
+            None => whole,
+            Some(removes) => Arc::new(Wrapper { inner: whole, removes }),
+        }
     }
     fn host(&self) -> Arc<dyn SandboxHost> {
         Arc::new(self.world.clone())
@@ -108,37 +116,58 @@ impl HostFixture for Fixture {
     }
 }
 
-/// A backend that breaks one rule.
-struct NeverRemoves(Arc<dyn CheckpointBackend>);
+/// A backend around another one, as one that counts or limits calls is. It can break one rule.
+struct Wrapper {
+    inner: Arc<dyn CheckpointBackend>,
+    removes: bool,
+}
 
 #[async_trait]
-impl CheckpointBackend for NeverRemoves {
+impl CheckpointBackend for Wrapper {
     fn name(&self) -> &str {
-        self.0.name()
+        self.inner.name()
     }
     fn domain(&self) -> Domain {
-        self.0.domain()
+        self.inner.domain()
     }
     fn capabilities(&self) -> Capabilities {
-        self.0.capabilities()
+        self.inner.capabilities()
     }
     async fn recover(&self) -> Result<()> {
-        self.0.recover().await
+        self.inner.recover().await
     }
     async fn capture(&self, request: CaptureRequest<'_>) -> Result<Box<dyn Captured>> {
-        self.0.capture(request).await
+        self.inner.capture(request).await
     }
     async fn verify(&self, artifact: &Artifact) -> Result<()> {
-        self.0.verify(artifact).await
+        self.inner.verify(artifact).await
     }
     async fn restore(&self, artifact: &Artifact, target: RestoreTarget) -> Result<Restored> {
-        self.0.restore(artifact, target).await
+        self.inner.restore(artifact, target).await
     }
-    async fn remove(&self, _artifact: &Artifact) -> Result<()> {
-        Ok(())
+    async fn remove(&self, artifact: &Artifact) -> Result<()> {
+        if self.removes { self.inner.remove(artifact).await } else { Ok(()) }
     }
     async fn list(&self, id: &SandboxId) -> Result<Vec<Artifact>> {
-        self.0.list(id).await
+        self.inner.list(id).await
+    }
+    fn tree(&self, artifact: &Artifact) -> Option<PathBuf> {
+        self.inner.tree(artifact)
+    }
+    async fn diff(&self, from: &Artifact, to: &Artifact) -> Result<Box<dyn FileChanges>> {
+        self.inner.diff(from, to).await
+    }
+    async fn space(&self, artifact: &Artifact) -> Result<Space> {
+        self.inner.space(artifact).await
+    }
+    async fn export(&self, request: ExportRequest<'_>) -> Result<Box<dyn ByteStream>> {
+        self.inner.export(request).await
+    }
+    async fn import(&self, request: ImportRequest<'_>) -> Result<Artifact> {
+        self.inner.import(request).await
+    }
+    async fn resume_token(&self, sandbox: &SandboxId, artifact: &ArtifactId) -> Result<Option<ResumeToken>> {
+        self.inner.resume_token(sandbox, artifact).await
     }
 }
 
@@ -150,6 +179,21 @@ fn the_memory_filesystem_backend_conforms() {
 #[test]
 fn the_memory_process_backend_conforms() {
     run(conformance::backend(&Fixture::new(Domain::Process)));
+}
+
+#[test]
+fn a_wrapper_conforms() {
+    for domain in [Domain::Filesystem, Domain::Process] {
+        run(conformance::backend(&Fixture { wrapped: Some(true), ..Fixture::new(domain) }));
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_sequence_does_what_the_model_does(acts in acts(), files: bool, wrapped: bool) {
+        let domain = if files { Domain::Filesystem } else { Domain::Process };
+        run(play(&Fixture { wrapped: wrapped.then_some(true), ..Fixture::new(domain) }, &acts));
+    }
 }
 
 #[test]
@@ -165,6 +209,6 @@ fn the_memory_host_conforms() {
 #[test]
 #[should_panic(expected = "listed")]
 fn the_suite_notices_a_backend_that_does_not_remove() {
-    let fixture = Fixture { broken: true, ..Fixture::new(Domain::Filesystem) };
+    let fixture = Fixture { wrapped: Some(false), ..Fixture::new(Domain::Filesystem) };
     run(conformance::a_removed_artifact_is_gone_and_removal_repeats(&fixture));
 }

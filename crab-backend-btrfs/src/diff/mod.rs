@@ -22,11 +22,11 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use async_trait::async_trait;
+use crab_backend_files::blocking;
 use crab_core::{Error, ErrorKind, FileChange, FileChangeKind, FileChanges, Result};
 use rustix::fs::{FileType, Stat};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
-use crate::blocking;
 use crate::ioctl::SendOptions;
 use crate::send::stream::{Command, Commands};
 use crate::send::{self, Sending};

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use super::{Kinship, Side, run};
 use crate::subvolume::{self, Access};
 use crate::support::Pool;
-use crate::support::churn::Churn;
+use crab_core::conformance::churn::Churn;
 
 type Found = BTreeMap<Vec<u8>, FileChangeKind>;
 

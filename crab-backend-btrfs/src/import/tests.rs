@@ -16,8 +16,8 @@ use crate::export::Trailer;
 use crate::ioctl::SendOptions;
 use crate::send::Sending;
 use crate::subvolume;
-use crate::support::churn::Churn;
-use crate::support::{Pool, artifact_id, checkpoint, names, run};
+use crate::support::{Disk, Pool, artifact_id, checkpoint, names, run};
+use crab_core::conformance::churn::Churn;
 
 struct Pieces(Vec<Vec<u8>>);
 

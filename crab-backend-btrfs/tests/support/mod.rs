@@ -1,33 +1,21 @@
-//! A real btrfs for each test, and a host whose sandboxes are only files.
-#![allow(dead_code, reason = "each test uses a part")]
+//! A real btrfs for each test.
+#![allow(dead_code, unused_imports, reason = "each test uses a part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "these are tests")]
 #![allow(unreachable_pub, reason = "the module is shared by several test crates")]
 
-pub mod churn;
-
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use crab_backend_btrfs::{BtrfsBackend, subvolume};
-use crab_core::{
-    Artifact, ArtifactId, CaptureRequest, CheckpointBackend, Condition, Error, ErrorKind, External, InheritedFd, NoCut,
-    OperationId, RestoreTarget, Restored, Result, Sandbox, SandboxHost, SandboxId,
-};
+use crab_core::{Artifact, CheckpointBackend, SandboxId};
 
-pub fn run<I: AsRef<OsStr>>(program: &str, args: impl IntoIterator<Item = I>) -> std::result::Result<(), String> {
-    let output = Command::new(program)
-        .args(args)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| format!("{program}: {error}"))?;
-    if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }
-}
+pub use crab_core::conformance::calls::{artifact_id, capture, checkpoint, restore, target};
+pub use crab_core::conformance::disk::{Disk, run};
+pub use crab_core::conformance::trees::{files, names_in as names};
 
 /// The two kinds of quota groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +56,7 @@ impl Pool {
                 let mut args: Vec<&OsStr> = vec!["-q".as_ref()];
                 args.extend(options.iter().map(OsStr::new));
                 args.push(image.as_os_str());
-                run("mkfs.btrfs", args)
+                run("mkfs.btrfs", args).map(drop)
             })
             .and_then(|()| {
                 fs::create_dir(pool.path()).unwrap();
@@ -87,11 +75,6 @@ impl Pool {
         self.directory.path().join("pool")
     }
 
-    /// A directory beside it, on the machine's own filesystem.
-    pub fn outside(&self) -> &Path {
-        self.directory.path()
-    }
-
     pub fn image(&self) -> PathBuf {
         self.directory.path().join("image")
     }
@@ -104,12 +87,12 @@ impl Pool {
         BtrfsBackend::open(self.versions()).unwrap()
     }
 
-    fn mount(&self) -> std::result::Result<(), String> {
-        run("mount", ["-o".as_ref(), "loop".as_ref(), self.image().as_os_str(), self.path().as_os_str()])
+    fn mount(&self) -> Result<(), String> {
+        run("mount", ["-o".as_ref(), "loop".as_ref(), self.image().as_os_str(), self.path().as_os_str()]).map(drop)
     }
 
-    fn unmount(&self) -> std::result::Result<(), String> {
-        run("umount", [self.path()])
+    fn unmount(&self) -> Result<(), String> {
+        run("umount", [self.path()]).map(drop)
     }
 
     pub fn sync(&self) {
@@ -141,23 +124,49 @@ impl Pool {
             run("btrfs", ["quota".as_ref(), "rescan".as_ref(), "-w".as_ref(), self.path().as_os_str()]).unwrap();
         }
     }
+}
 
-    pub fn root(&self, id: &SandboxId) -> PathBuf {
+#[async_trait]
+impl Disk for Pool {
+    fn open(&self) -> Arc<dyn CheckpointBackend> {
+        Arc::new(self.backend())
+    }
+    fn root(&self, id: &SandboxId) -> PathBuf {
         self.path().join("boxes").join(id.as_str())
     }
-
-    /// A sandbox with an empty root and no tasks.
-    pub fn sandbox(&self, name: &str) -> Sandbox {
-        let sandbox = self.rootless(name);
-        subvolume::create(&sandbox.root).unwrap();
-        sandbox
+    fn make_root(&self, id: &SandboxId) {
+        subvolume::create(&self.root(id)).unwrap();
     }
-
-    /// A sandbox whose root does not exist.
-    pub fn rootless(&self, name: &str) -> Sandbox {
-        let id = SandboxId::new(name).unwrap();
-        let root = self.root(&id);
-        Sandbox::new(id, root, self.outside().join("no-cgroup").join(name))
+    async fn delete_root(&self, id: &SandboxId) {
+        subvolume::delete(&self.root(id)).unwrap();
+    }
+    fn outside(&self) -> PathBuf {
+        self.directory.path().to_owned()
+    }
+    fn strays(&self, roots: &BTreeSet<SandboxId>, versions: &[Artifact]) -> Vec<String> {
+        let mut known: BTreeSet<String> = roots.iter().map(|id| format!("boxes/{id}")).collect();
+        known.extend(versions.iter().map(|artifact| format!("versions/{}/{}", artifact.sandbox, artifact.id)));
+        let text =
+            run("btrfs", ["subvolume".as_ref(), "list".as_ref(), "-o".as_ref(), self.path().as_os_str()]).unwrap();
+        let mut found: BTreeSet<String> =
+            text.lines().map(|line| line.rsplit_once(" path ").unwrap().1.to_owned()).collect();
+        for known in &known {
+            assert!(found.remove(known), "{known} is not there");
+        }
+        // Journals stay as long as their sandboxes.
+        let journal = |name: &String| roots.iter().any(|id| *name == format!("{id}/.restore"));
+        for sandbox in names(&self.versions()).into_iter().filter(|name| name != ".crab-btrfs") {
+            let inside = names(&self.versions().join(&sandbox));
+            if inside.is_empty() {
+                found.insert(format!("versions/{sandbox}"));
+            }
+            let inside = inside.into_iter().map(|name| format!("{sandbox}/{name}"));
+            found.extend(inside.filter(|name| !journal(name) && !known.contains(&format!("versions/{name}"))));
+        }
+        found.extend(
+            names(&self.path().join("boxes")).into_iter().filter(|name| !known.contains(&format!("boxes/{name}"))),
+        );
+        found.into_iter().collect()
     }
 }
 
@@ -176,142 +185,5 @@ impl Drop for Pool {
         }
         let _ = run("umount", ["-l".as_ref(), self.path().as_os_str()]);
         eprintln!("{} was busy and is unmounted lazily", self.path().display());
-    }
-}
-
-/// A sandbox of the pool at this path, without tasks.
-pub fn sandbox_in(pool: &Path, name: &str) -> Sandbox {
-    let id = SandboxId::new(name).unwrap();
-    let root = pool.join("boxes").join(name);
-    Sandbox::new(id, root, pool.join("no-cgroup").join(name))
-}
-
-pub fn artifact_id(name: &str) -> ArtifactId {
-    ArtifactId::new(name).unwrap()
-}
-
-pub async fn checkpoint(backend: &BtrfsBackend, sandbox: &Sandbox, name: &str) -> Result<Artifact> {
-    capture(backend, sandbox, name).await?.persist().await
-}
-
-pub async fn capture(backend: &BtrfsBackend, sandbox: &Sandbox, name: &str) -> Result<Box<dyn crab_core::Captured>> {
-    let artifact = artifact_id(name);
-    let at_cut = &mut NoCut;
-    let request = CaptureRequest { sandbox, artifact, parent: None, frozen: false, deadline: None, at_cut };
-    backend.capture(request).await
-}
-
-pub async fn restore(
-    backend: &BtrfsBackend,
-    artifact: &Artifact,
-    sandbox: &Sandbox,
-    operation: &str,
-    keep: Option<&str>,
-) -> Result<Restored> {
-    backend.restore(artifact, target(sandbox, operation, keep)).await
-}
-
-pub fn target(sandbox: &Sandbox, operation: &str, keep: Option<&str>) -> RestoreTarget {
-    RestoreTarget {
-        sandbox: sandbox.clone(),
-        operation: OperationId::new(operation).unwrap(),
-        keep_replaced: keep.map(artifact_id),
-        inherited: Vec::new(),
-        deadline: None,
-    }
-}
-
-pub fn names(directory: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
-    let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-/// All regular files of a tree, by path and content.
-pub fn files(tree: &Path) -> BTreeMap<String, Vec<u8>> {
-    fn walk(base: &Path, at: &Path, found: &mut BTreeMap<String, Vec<u8>>) {
-        for entry in fs::read_dir(at).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                walk(base, &path, found);
-            } else {
-                let name = path.strip_prefix(base).unwrap().display().to_string();
-                found.insert(name, fs::read(&path).unwrap());
-            }
-        }
-    }
-    let mut found = BTreeMap::new();
-    walk(tree, tree, &mut found);
-    found
-}
-
-/// A host whose sandboxes have a root and, in place of a cgroup, a directory with the one file by which the backend
-/// tells whether tasks live.
-pub struct FileHost {
-    pub pool: Pool,
-    boxes: Mutex<BTreeMap<SandboxId, bool>>,
-    next: AtomicU64,
-}
-
-impl FileHost {
-    pub fn new(pool: Pool) -> Self {
-        Self { pool, boxes: Mutex::new(BTreeMap::new()), next: AtomicU64::new(1) }
-    }
-
-    /// A new sandbox: running on a root of its own, or stopped without a root.
-    pub fn add(&self, running: bool) -> SandboxId {
-        let name = format!("box-{}", self.next.fetch_add(1, Ordering::Relaxed));
-        let sandbox = if running { self.pool.sandbox(&name) } else { self.pool.rootless(&name) };
-        self.set(&sandbox.id, running);
-        sandbox.id
-    }
-
-    fn set(&self, id: &SandboxId, running: bool) {
-        fs::create_dir_all(self.cgroup(id)).unwrap();
-        fs::write(self.cgroup(id).join("cgroup.events"), format!("populated {}\n", u8::from(running))).unwrap();
-        self.boxes.lock().unwrap().insert(id.clone(), running);
-    }
-
-    fn cgroup(&self, id: &SandboxId) -> PathBuf {
-        self.pool.outside().join("cgroups").join(id.as_str())
-    }
-
-    fn known(&self, id: &SandboxId) -> Result<bool> {
-        let boxes = self.boxes.lock().unwrap();
-        boxes.get(id).copied().ok_or_else(|| Error::new(ErrorKind::NotFound, format!("no sandbox {id}")))
-    }
-}
-
-#[async_trait]
-impl SandboxHost for FileHost {
-    async fn describe(&self, id: &SandboxId) -> Result<Sandbox> {
-        self.known(id)?;
-        Ok(Sandbox::new(id.clone(), self.pool.root(id), self.cgroup(id)))
-    }
-    async fn freeze(&self, id: &SandboxId) -> Result<()> {
-        self.known(id).map(drop)
-    }
-    async fn thaw(&self, id: &SandboxId) -> Result<()> {
-        self.known(id).map(drop)
-    }
-    async fn kill(&self, id: &SandboxId) -> Result<()> {
-        self.known(id)?;
-        self.set(id, false);
-        Ok(())
-    }
-    async fn condition(&self, id: &SandboxId) -> Result<Condition> {
-        Ok(if self.known(id)? { Condition::Running } else { Condition::Stopped })
-    }
-    async fn inherit(&self, id: &SandboxId, _external: &[External]) -> Result<Vec<InheritedFd>> {
-        self.known(id).map(|_| Vec::new())
-    }
-    async fn adopt(&self, id: &SandboxId, _init: u32) -> Result<()> {
-        self.known(id).map(drop)
-    }
-    async fn relaunch(&self, id: &SandboxId) -> Result<()> {
-        self.known(id)?;
-        self.set(id, true);
-        Ok(())
     }
 }

@@ -1,37 +1,22 @@
-//! A real ZFS for each test, and a host whose sandboxes are only files.
-#![allow(dead_code, reason = "each test uses a part")]
+//! A real ZFS for each test.
+#![allow(dead_code, unused_imports, reason = "each test uses a part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "these are tests")]
 #![allow(unreachable_pub, reason = "the module is shared by several test crates")]
 
-use std::collections::BTreeMap;
-use std::ffi::OsStr;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use async_trait::async_trait;
 use crab_backend_zfs::{ZfsBackend, dataset};
-use crab_core::{
-    Artifact, ArtifactId, CaptureRequest, CheckpointBackend, Condition, Error, ErrorKind, External, InheritedFd, NoCut,
-    OperationId, RestoreTarget, Restored, Result, Sandbox, SandboxHost, SandboxId,
-};
+use crab_core::{Artifact, CheckpointBackend, SandboxId};
 
-/// Runs a program and gives what it printed.
-pub fn run<I: AsRef<OsStr>>(program: &str, args: impl IntoIterator<Item = I>) -> std::result::Result<String, String> {
-    let output = Command::new(program)
-        .args(args)
-        .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| format!("{program}: {error}"))?;
-    if output.status.success() {
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-    } else {
-        Err(String::from_utf8_lossy(&output.stderr).into_owned())
-    }
-}
+pub use crab_core::conformance::calls::{artifact_id, capture, checkpoint, restore, target};
+pub use crab_core::conformance::disk::{Disk, run};
+pub use crab_core::conformance::trees::{self, files, names_in as names};
 
 /// A pool in a file, destroyed when this is dropped.
 struct Vdev {
@@ -40,7 +25,7 @@ struct Vdev {
 }
 
 impl Vdev {
-    fn new(bytes: u64) -> std::result::Result<Self, String> {
+    fn new(bytes: u64) -> Result<Self, String> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let directory = tempfile::Builder::new().prefix("crab-zfs-test-").tempdir().unwrap();
         let name = format!("crab-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
@@ -126,13 +111,6 @@ impl Pool {
         format!("{}/{}", self.vdev.name, self.name)
     }
 
-    /// A directory beside it, on the machine's own filesystem.
-    pub fn outside(&self) -> PathBuf {
-        let path = self.vdev.directory.path().join("outside").join(&self.name);
-        fs::create_dir_all(&path).unwrap();
-        path
-    }
-
     /// The file that holds the pool.
     pub fn image(&self) -> PathBuf {
         self.vdev.directory.path().join("vdev")
@@ -146,27 +124,9 @@ impl Pool {
         ZfsBackend::open(self.base()).unwrap()
     }
 
-    pub fn root(&self, id: &SandboxId) -> PathBuf {
-        self.path().join("boxes").join(id.as_str())
-    }
-
     /// The dataset of a sandbox's root.
     pub fn root_dataset(&self, id: &SandboxId) -> String {
         format!("{}/boxes/{id}", self.dataset())
-    }
-
-    /// A sandbox with an empty root and no tasks.
-    pub fn sandbox(&self, name: &str) -> Sandbox {
-        let sandbox = self.rootless(name);
-        dataset::create(&sandbox.root).unwrap();
-        sandbox
-    }
-
-    /// A sandbox whose root does not exist.
-    pub fn rootless(&self, name: &str) -> Sandbox {
-        let id = SandboxId::new(name).unwrap();
-        let root = self.root(&id);
-        Sandbox::new(id, root, self.outside().join("no-cgroup").join(name))
     }
 
     /// Everything that there is in this part of the pool, by names below it, and without those of what always is.
@@ -188,134 +148,79 @@ impl Pool {
     }
 }
 
-pub fn artifact_id(name: &str) -> ArtifactId {
-    ArtifactId::new(name).unwrap()
-}
-
-pub async fn checkpoint(backend: &ZfsBackend, sandbox: &Sandbox, name: &str) -> Result<Artifact> {
-    capture(backend, sandbox, name).await?.persist().await
-}
-
-pub async fn capture(backend: &ZfsBackend, sandbox: &Sandbox, name: &str) -> Result<Box<dyn crab_core::Captured>> {
-    let artifact = artifact_id(name);
-    let at_cut = &mut NoCut;
-    let request = CaptureRequest { sandbox, artifact, parent: None, frozen: false, deadline: None, at_cut };
-    backend.capture(request).await
-}
-
-pub async fn restore(
-    backend: &ZfsBackend,
-    artifact: &Artifact,
-    sandbox: &Sandbox,
-    operation: &str,
-    keep: Option<&str>,
-) -> Result<Restored> {
-    backend.restore(artifact, target(sandbox, operation, keep)).await
-}
-
-pub fn target(sandbox: &Sandbox, operation: &str, keep: Option<&str>) -> RestoreTarget {
-    RestoreTarget {
-        sandbox: sandbox.clone(),
-        operation: OperationId::new(operation).unwrap(),
-        keep_replaced: keep.map(artifact_id),
-        inherited: Vec::new(),
-        deadline: None,
+#[async_trait]
+impl Disk for Pool {
+    fn open(&self) -> Arc<dyn CheckpointBackend> {
+        Arc::new(self.backend())
     }
-}
+    fn root(&self, id: &SandboxId) -> PathBuf {
+        self.path().join("boxes").join(id.as_str())
+    }
+    fn make_root(&self, id: &SandboxId) {
+        dataset::create(&self.root(id)).unwrap();
+    }
+    async fn delete_root(&self, id: &SandboxId) {
+        self.backend().delete_root(id, self.root(id)).await.unwrap();
+        assert!(!self.root(id).exists());
+    }
+    fn outside(&self) -> PathBuf {
+        let path = self.vdev.directory.path().join("outside").join(&self.name);
+        fs::create_dir_all(&path).unwrap();
+        path
+    }
 
-pub fn names(directory: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
-    let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-/// All regular files of a tree, by path and content.
-pub fn files(tree: &Path) -> BTreeMap<String, Vec<u8>> {
-    fn walk(base: &Path, at: &Path, found: &mut BTreeMap<String, Vec<u8>>) {
-        for entry in fs::read_dir(at).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                walk(base, &path, found);
-            } else {
-                let name = path.strip_prefix(base).unwrap().display().to_string();
-                found.insert(name, fs::read(&path).unwrap());
+    /// Datasets may be roots, homes of sandboxes, and branches on which versions stand; snapshots versions, and removed
+    /// ones that something was cloned from.
+    fn strays(&self, roots: &BTreeSet<SandboxId>, versions: &[Artifact]) -> Vec<String> {
+        let wanted = "name,crab:sandbox,crab:artifact,defer_destroy,clones";
+        let text =
+            run("zfs", ["list", "-H", "-o", wanted, "-t", "filesystem,snapshot", "-r", &self.dataset()]).unwrap();
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split('\t').collect()).collect();
+        let mut missing: BTreeSet<(&str, &str)> =
+            versions.iter().map(|artifact| (artifact.sandbox.as_str(), artifact.id.as_str())).collect();
+        let mut strays = Vec::new();
+        for line in &lines {
+            let &[name, sandbox, artifact, removed, clones] = &line[..] else { panic!("{line:?}") };
+            let Some(inner) = name.strip_prefix(&self.dataset()).and_then(|name| name.strip_prefix('/')) else {
+                continue;
+            };
+            let known = match (inner.split_once('/'), name.contains('@')) {
+                (None, _) => matches!(inner, "boxes" | "crab"),
+                (_, true) if removed == "on" => !matches!(clones, "" | "-"),
+                (_, true) => missing.remove(&(sandbox, artifact)),
+                (Some(("boxes", id)), _) => roots.iter().any(|root| root.as_str() == id),
+                (Some(("crab", home)), _) if !home.contains('/') => !roots.is_empty() || !versions.is_empty(),
+                (Some(("crab", _)), _) => lines.iter().any(|line| line[0].starts_with(&format!("{name}@"))),
+                _ => false,
+            };
+            if !known {
+                strays.push(inner.to_owned());
             }
         }
-    }
-    let mut found = BTreeMap::new();
-    walk(tree, tree, &mut found);
-    found
-}
-
-/// A host whose sandboxes have a root and, in place of a cgroup, a directory with the one file by which the backend
-/// tells whether tasks live.
-pub struct FileHost {
-    pub pool: Pool,
-    boxes: Mutex<BTreeMap<SandboxId, bool>>,
-    next: AtomicU64,
-}
-
-impl FileHost {
-    pub fn new(pool: Pool) -> Self {
-        Self { pool, boxes: Mutex::new(BTreeMap::new()), next: AtomicU64::new(1) }
+        assert_eq!(missing, BTreeSet::new(), "are not there");
+        strays
     }
 
-    /// A new sandbox: running on a root of its own, or stopped without a root.
-    pub fn add(&self, running: bool) -> SandboxId {
-        let name = format!("box-{}", self.next.fetch_add(1, Ordering::Relaxed));
-        let sandbox = if running { self.pool.sandbox(&name) } else { self.pool.rootless(&name) };
-        self.set(&sandbox.id, running);
-        sandbox.id
-    }
-
-    fn set(&self, id: &SandboxId, running: bool) {
-        fs::create_dir_all(self.cgroup(id)).unwrap();
-        fs::write(self.cgroup(id).join("cgroup.events"), format!("populated {}\n", u8::from(running))).unwrap();
-        self.boxes.lock().unwrap().insert(id.clone(), running);
-    }
-
-    fn cgroup(&self, id: &SandboxId) -> PathBuf {
-        self.pool.outside().join("cgroups").join(id.as_str())
-    }
-
-    fn known(&self, id: &SandboxId) -> Result<bool> {
-        let boxes = self.boxes.lock().unwrap();
-        boxes.get(id).copied().ok_or_else(|| Error::new(ErrorKind::NotFound, format!("no sandbox {id}")))
+    /// Each is mounted for that, since most stand on datasets that are mounted nowhere.
+    fn read(&self, _backend: &dyn CheckpointBackend, artifacts: &[Artifact]) -> Vec<Option<u64>> {
+        let wanted = "crab:sandbox,crab:artifact,name";
+        let text = run("zfs", ["list", "-H", "-o", wanted, "-t", "snapshot", "-r", &self.dataset()]).unwrap();
+        let snapshots: BTreeMap<&str, &str> = text.lines().filter_map(|line| line.rsplit_once('\t')).collect();
+        let of = |artifact: &Artifact| snapshots.get(&*format!("{}\t{}", artifact.sandbox, artifact.id)).copied();
+        artifacts.iter().map(|artifact| with_mounted(of(artifact)?, trees::get)).collect()
     }
 }
 
-#[async_trait]
-impl SandboxHost for FileHost {
-    async fn describe(&self, id: &SandboxId) -> Result<Sandbox> {
-        self.known(id)?;
-        Ok(Sandbox::new(id.clone(), self.pool.root(id), self.cgroup(id)))
-    }
-    async fn freeze(&self, id: &SandboxId) -> Result<()> {
-        self.known(id).map(drop)
-    }
-    async fn thaw(&self, id: &SandboxId) -> Result<()> {
-        self.known(id).map(drop)
-    }
-    async fn kill(&self, id: &SandboxId) -> Result<()> {
-        self.known(id)?;
-        self.set(id, false);
-        Ok(())
-    }
-    async fn condition(&self, id: &SandboxId) -> Result<Condition> {
-        Ok(if self.known(id)? { Condition::Running } else { Condition::Stopped })
-    }
-    async fn inherit(&self, id: &SandboxId, _external: &[External]) -> Result<Vec<InheritedFd>> {
-        self.known(id).map(|_| Vec::new())
-    }
-    async fn adopt(&self, id: &SandboxId, _init: u32) -> Result<()> {
-        self.known(id).map(drop)
-    }
-    async fn relaunch(&self, id: &SandboxId) -> Result<()> {
-        self.known(id)?;
-        self.set(id, true);
-        Ok(())
-    }
+/// Looks at a snapshot or dataset that is mounted nowhere else for that.
+fn with_mounted<T>(dataset: &str, look: impl FnOnce(&Path) -> T) -> T {
+    use rustix::mount::{
+        FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen,
+    };
+    let context = fsopen("zfs", FsOpenFlags::FSOPEN_CLOEXEC).unwrap();
+    fsconfig_set_string(context.as_fd(), "source", dataset).unwrap();
+    fsconfig_create(context.as_fd()).unwrap();
+    let mount = fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty()).unwrap();
+    look(Path::new(&format!("/proc/self/fd/{}", mount.as_raw_fd())))
 }
 
 /// Stores at the beginning of a file through a shared mapping, without a sync.

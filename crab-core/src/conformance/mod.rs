@@ -12,9 +12,15 @@
 //! ```
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "these are tests")]
 
+pub mod calls;
+pub mod churn;
+pub mod disk;
+pub mod model;
+pub mod stress;
 mod transfer;
 pub mod trees;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -59,6 +65,22 @@ pub trait BackendFixture: Send + Sync {
 
     /// The same, but its root does not exist, for a filesystem backend. `None` skips that rule.
     async fn rootless_target(&self, _from: &SandboxId) -> Option<SandboxId> {
+        None
+    }
+
+    /// Opens the backend anew, as if the process had ended and another one went on.
+    async fn reopen(&self) {}
+
+    /// Deletes a stopped sandbox with its root.
+    async fn delete(&self, _id: &SandboxId) {}
+
+    /// What is stored and belongs neither to these sandboxes nor to these artifacts, by names that people understand.
+    fn strays(&self, _sandboxes: &BTreeSet<SandboxId>, _artifacts: &[Artifact]) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// The states that artifacts hold, where that can be told without a restore.
+    fn read(&self, _artifacts: &[Artifact]) -> Option<Vec<Option<u64>>> {
         None
     }
 }
@@ -143,6 +165,25 @@ async fn start_if_files(f: &dyn BackendFixture, id: &SandboxId) {
     if f.backend().domain() == Domain::Filesystem {
         f.host().relaunch(id).await.expect("relaunch");
     }
+}
+
+/// Waits for all of them at once.
+async fn join_all<T>(futures: impl Iterator<Item = impl Future<Output = T>>) -> Vec<T> {
+    let mut pending: Vec<_> = futures.map(|future| (Box::pin(future), None)).collect();
+    std::future::poll_fn(|context| {
+        let mut ready = true;
+        for (future, done) in &mut pending {
+            if done.is_none() {
+                match future.as_mut().poll(context) {
+                    std::task::Poll::Ready(value) => *done = Some(value),
+                    std::task::Poll::Pending => ready = false,
+                }
+            }
+        }
+        if ready { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+    })
+    .await;
+    pending.into_iter().filter_map(|(_, done)| done).collect()
 }
 
 async fn listed(f: &dyn BackendFixture, id: &SandboxId) -> Vec<ArtifactId> {

@@ -1,4 +1,5 @@
-//! The plain way to tell what differs between two trees: to walk both and look at everything. It is the oracle for
+//! Trees of files for tests: [one for each number](set), and the plain way to tell [what differs](differences) between
+//! two, which is to walk both and look at everything. That is the oracle for
 //! [`CheckpointBackend::diff`](crate::CheckpointBackend::diff).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,6 +19,70 @@ pub fn differences(from: &Path, to: &Path) -> BTreeMap<Vec<u8>, FileChangeKind> 
     let mut found = BTreeMap::new();
     compare(Some(from), Some(to), b"", &mut found);
     found
+}
+
+/// Brings a tree to the state that `value` names: a few files in two directories, of which which exist, how long they are
+/// and what they hold depends on it. Files that are right already are not touched.
+pub fn set(root: &Path, value: u64) {
+    let wanted = state(value);
+    for name in files(root).into_keys().filter(|name| !wanted.contains_key(name)) {
+        fs::remove_file(root.join(name)).unwrap();
+    }
+    fs::create_dir_all(root.join("deep")).unwrap();
+    for (name, content) in wanted {
+        let path = root.join(name);
+        if fs::read(&path).ok().as_ref() != Some(&content) {
+            fs::write(path, content).unwrap();
+        }
+    }
+}
+
+/// The value that a tree is at; `None` where it is at none, such as a mixture of two.
+#[must_use]
+pub fn get(root: &Path) -> Option<u64> {
+    let value = fs::read_to_string(root.join("value")).ok()?.parse().ok()?;
+    (files(root) == state(value)).then_some(value)
+}
+
+fn state(value: u64) -> BTreeMap<String, Vec<u8>> {
+    let mut files = BTreeMap::from([("value".to_owned(), value.to_string().into_bytes())]);
+    let mut mixed = value.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    for name in ["a", "b", "deep/c", "deep/d"] {
+        mixed = mixed.wrapping_mul(0x2545_f491_4f6c_dd1d).rotate_left(31) ^ value;
+        if !mixed.is_multiple_of(4) {
+            let size = [0, 100, 2500, 9000][usize::from(mixed.to_le_bytes()[2] % 4)];
+            files.insert(name.to_owned(), vec![mixed.to_le_bytes()[1]; size]);
+        }
+    }
+    files
+}
+
+/// All regular files of a tree, by path and content.
+#[must_use]
+pub fn files(tree: &Path) -> BTreeMap<String, Vec<u8>> {
+    fn walk(base: &Path, at: &Path, found: &mut BTreeMap<String, Vec<u8>>) {
+        for entry in fs::read_dir(at).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                walk(base, &path, found);
+            } else {
+                let name = path.strip_prefix(base).unwrap().display().to_string();
+                found.insert(name, fs::read(&path).unwrap());
+            }
+        }
+    }
+    let mut found = BTreeMap::new();
+    walk(tree, tree, &mut found);
+    found
+}
+
+/// The names in a directory, sorted; none where it is not there.
+#[must_use]
+pub fn names_in(directory: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
 }
 
 /// Compares what stands at two places, of which one may be none: below what is no directory on that side.

@@ -12,6 +12,8 @@ use rustix::fs::{FallocateFlags, FileType, Mode, XattrFlags};
 pub struct Churn(u64);
 
 impl Churn {
+    /// Of a seed.
+    #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(seed | 1)
     }
