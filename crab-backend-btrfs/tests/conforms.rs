@@ -29,3 +29,9 @@ async fn the_backend_conforms_where_simple_quota_groups_are_on() {
     pool.count(Quotas::Simple);
     conforms(pool).await;
 }
+
+#[tokio::test]
+async fn the_backend_conforms_on_two_devices() {
+    let Some(pool) = Pool::of_two_devices() else { return };
+    conforms(pool).await;
+}

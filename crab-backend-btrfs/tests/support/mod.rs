@@ -45,6 +45,22 @@ impl Pool {
         Self::at(if memory.is_dir() { memory } else { Path::new("/tmp") }, bytes, &[])
     }
 
+    /// One on two devices: the trees on both, the files on either.
+    pub fn of_two_devices() -> Option<Self> {
+        let pool = Self::with(256 << 20, &[])?;
+        let second = pool.outside().join("second");
+        fs::File::create(&second).and_then(|file| file.set_len(256 << 20)).unwrap();
+        let device = run("losetup", ["--find".as_ref(), "--show".as_ref(), second.as_os_str()]).unwrap();
+        let device = device.trim();
+        let added = run("btrfs", ["device", "add", "-f", device, &pool.path().display().to_string()]);
+        // From here on it goes with the last who uses it.
+        run("losetup", ["--detach", device]).unwrap();
+        added.unwrap();
+        let balance = ["balance", "start", "-dconvert=raid0", "-mconvert=raid1", &pool.path().display().to_string()];
+        run("btrfs", balance).unwrap();
+        Some(pool)
+    }
+
     fn at(place: &Path, bytes: u64, options: &[&str]) -> Option<Self> {
         let directory = tempfile::Builder::new().prefix("crab-btrfs-test-").tempdir_in(place).unwrap();
         let pool = Self { directory };
