@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use crab_backend_files::{Keep, Steps, Straight, artifacts, blocking};
 use crab_core::{
     Artifact, ArtifactId, ByteStream, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error,
-    ErrorKind, ExportRequest, FileChanges, ImportRequest, RestoreTarget, Restored, Result, SandboxId, Space,
+    ErrorKind, ExportRequest, FileChanges, ImportRequest, RestoreTarget, Restored, Result, Sandbox, SandboxId, Space,
 };
 use rustix::io::Errno;
 use tokio::sync::mpsc;
@@ -112,6 +112,11 @@ impl CheckpointBackend for BtrfsBackend {
     async fn verify(&self, artifact: &Artifact) -> Result<()> {
         let (versions, artifact) = (Arc::clone(&self.versions), artifact.clone());
         blocking::run(move || versions.open_whole(&artifact).map(drop)).await
+    }
+
+    async fn fits(&self, _artifact: &Artifact, sandbox: &Sandbox) -> Result<()> {
+        let (restorer, root) = (self.restorer.clone(), sandbox.root.clone());
+        blocking::run(move || restorer.fits(&root)).await
     }
 
     /// As the contract says. Also refused as [`Busy`](crab_core::ErrorKind::Busy) while the root, or something in it, is

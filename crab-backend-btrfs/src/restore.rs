@@ -202,12 +202,28 @@ impl Restorer {
         Ok(Restored { replaced, init: None })
     }
 
-    /// The subvolume at the root, where there is one, after a look at whether it can be replaced.
+    /// Whether a root is one that a restore can replace. It may be in use.
+    pub(crate) fn fits(&self, root: &Path) -> Result<()> {
+        let place = Place::of(root)?;
+        self.versions.require_same_filesystem(&place.parent, &place.path)?;
+        self.root_of(&place).map(drop)
+    }
+
+    /// The subvolume at the root, where there is one, after a look at whether it can be replaced now.
     fn replaceable(&self, place: &Place) -> Result<Option<(OwnedFd, Info)>> {
         if !matches!(place.look(&place.staging)?, Found::Nothing) {
             let message = format!("{} is in the way and is not known to be ours", place.staging_path().display());
             return Err(Error::new(ErrorKind::AlreadyExists, message).fix("move it away"));
         }
+        let root = self.root_of(place)?;
+        if root.is_some() {
+            busy::refuse_mounts(&place.path, &place.parent)?;
+        }
+        Ok(root)
+    }
+
+    /// The subvolume at the root, where there is one, after a look at whether it is one that can be replaced.
+    fn root_of(&self, place: &Place) -> Result<Option<(OwnedFd, Info)>> {
         match place.look(&place.name)? {
             Found::Nothing => Ok(None),
             Found::Alien => {
@@ -218,7 +234,6 @@ impl Restorer {
                 self.versions.require_same_filesystem(&fd, &place.path)?;
                 self.versions.require_outside(&place.path)?;
                 refuse_nested(&fd, &place.path)?;
-                busy::refuse_mounts(&place.path, &place.parent)?;
                 if info.uuid.is_none() {
                     let message = format!("the subvolume {} has no uuid", place.path.display());
                     return Err(Error::new(ErrorKind::InvalidInput, message).fix("use a subvolume below the top one"));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use crab_core::{
     Artifact, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, ErrorKind, RestoreTarget,
-    Restored, Result, SandboxId,
+    Restored, Result, Sandbox, SandboxId,
 };
 
 use crate::area::Area;
@@ -295,6 +295,10 @@ impl CheckpointBackend for CriuBackend {
     async fn verify(&self, artifact: &Artifact) -> Result<()> {
         let (inner, artifact) = (Arc::clone(&self.inner), self.own(artifact)?);
         blocking(move || inner.store.open_whole(&artifact)?.whole.check()).await
+    }
+
+    async fn fits(&self, artifact: &Artifact, _sandbox: &Sandbox) -> Result<()> {
+        restore::suits(&self.own(artifact)?.facts, self.inner.program.version)
     }
 
     async fn restore(&self, artifact: &Artifact, target: RestoreTarget) -> Result<Restored> {

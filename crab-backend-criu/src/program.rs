@@ -49,6 +49,23 @@ impl fmt::Display for Version {
     }
 }
 
+impl std::str::FromStr for Version {
+    type Err = std::num::ParseIntError;
+
+    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
+        let mut numbers = text.splitn(3, '.').map(str::parse);
+        let mut next = || numbers.next().unwrap_or(Ok(0));
+        Ok(Self { major: next()?, minor: next()?, sublevel: next()? })
+    }
+}
+
+impl Version {
+    /// Without the corrections, which change no format.
+    pub(crate) fn release(self) -> (u32, u32) {
+        (self.major, self.minor)
+    }
+}
+
 /// A CRIU that works here.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {

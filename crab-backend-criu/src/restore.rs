@@ -1,5 +1,6 @@
 //! One restore: CRIU inside the sandbox's cgroup, and a tree that is checked before it runs.
 
+use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -94,7 +95,7 @@ pub(crate) fn run(
     }
     let stopped = |error: Error| error.condition(Condition::Stopped);
     let Opened { body, whole } = inner.store.open_whole(artifact).map_err(stopped)?;
-    suits(&body).map_err(stopped)?;
+    suits(&body.facts, inner.program.version).map_err(stopped)?;
     if !sandbox.root.is_dir() {
         let what = format!("the root {} of the sandbox {} is no directory", sandbox.root.display(), sandbox.id);
         return Err(stopped(Error::new(ErrorKind::InvalidInput, what).fix("restore its filesystem first")));
@@ -214,14 +215,25 @@ fn clear_addresses(body: &Body, keep: &[OwnedFd]) {
     }
 }
 
-fn suits(body: &Body) -> Result<()> {
-    match body.facts.get(FACT_ARCHITECTURE).map(String::as_str) {
-        Some(std::env::consts::ARCH) => Ok(()),
+/// Whether this host can bring back what was saved with these facts.
+pub(crate) fn suits(facts: &BTreeMap<String, String>, here: program::Version) -> Result<()> {
+    match facts.get(FACT_ARCHITECTURE).map(String::as_str) {
+        Some(std::env::consts::ARCH) => {}
         other => {
             let made = other.unwrap_or("an unknown architecture");
             let what = format!("the artifact was made on {made}, and this host is {}", std::env::consts::ARCH);
-            Err(Error::new(ErrorKind::Unsupported, what).fix("restore it on a host like the one it was made on"))
+            return Err(
+                Error::new(ErrorKind::Unsupported, what).fix("restore it on a host like the one it was made on")
+            );
         }
+    }
+    // CRIU reads what older ones wrote, and not the other way round.
+    match facts.get(FACT_CRIU).and_then(|version| version.parse::<program::Version>().ok()) {
+        Some(made) if made.release() > here.release() => {
+            let what = format!("the artifact was made by CRIU {made}, and this host has {here}");
+            Err(Error::new(ErrorKind::Unsupported, what).fix(format!("install CRIU {made} or newer")))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -323,5 +335,29 @@ impl Talk<'_> {
             }
             std::thread::sleep(Duration::from_millis(2));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_newer_criu_or_another_machine_made_is_refused_before_anything_is_touched() {
+        let facts = |architecture: &str, criu: &str| {
+            let facts = [(FACT_ARCHITECTURE, architecture), (FACT_CRIU, criu)];
+            facts.into_iter().map(|(fact, value)| (fact.to_owned(), value.to_owned())).collect::<BTreeMap<_, _>>()
+        };
+        let here: program::Version = "4.2.1".parse().unwrap();
+        for fine in ["3.17", "4.2", "4.2.7", "what nobody knows"] {
+            suits(&facts(std::env::consts::ARCH, fine), here).unwrap();
+        }
+        for newer in ["4.3", "5.0.1"] {
+            let error = suits(&facts(std::env::consts::ARCH, newer), here).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            assert!(error.to_string().contains(newer), "{error}");
+        }
+        assert_eq!(suits(&facts("vax", "4.2"), here).unwrap_err().kind(), ErrorKind::Unsupported);
+        assert_eq!(suits(&BTreeMap::new(), here).unwrap_err().kind(), ErrorKind::Unsupported);
     }
 }

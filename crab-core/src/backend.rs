@@ -159,6 +159,17 @@ pub trait CheckpointBackend: Send + Sync {
     /// [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt) where it is damaged.
     async fn verify(&self, artifact: &Artifact) -> Result<()>;
 
+    /// Checks that a whole artifact could be restored into this sandbox, as far as can be told without touching it: that
+    /// its root is one that the backend can replace, that the tools here can bring the processes back. The sandbox may
+    /// run. Short: the engine asks before a restore ends anything.
+    ///
+    /// # Errors
+    /// What [`restore`](Self::restore) would say: [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) for the
+    /// root, [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for the tools or the machine.
+    async fn fits(&self, _artifact: &Artifact, _sandbox: &Sandbox) -> Result<()> {
+        Ok(())
+    }
+
     /// Brings an artifact's state back into a stopped sandbox. The same operation may be tried again after an error or
     /// a crash. Other artifacts survive, newer ones too.
     ///

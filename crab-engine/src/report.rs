@@ -24,8 +24,8 @@ pub enum ProcessOutcome {
 pub struct LostTurns {
     /// The first.
     pub first: TurnNumber,
-    /// The last that was seen.
-    pub last: TurnNumber,
+    /// The last that was seen. `None` where nobody can tell: the manifest of a newer version cannot be read.
+    pub last: Option<TurnNumber>,
 }
 
 /// Something that left the sandbox after the restored version was made, or that may have. A restore does not undo it.

@@ -92,6 +92,8 @@ enum State {
     Parked,
     Queued,
     Running,
+    /// It has begun, holds no worker and waits in no lane.
+    Aside,
 }
 
 #[derive(Debug)]
@@ -269,19 +271,28 @@ impl<S: Ord + Clone> Scheduler<S> {
         self.lanes[lane as usize].rests = rests;
     }
 
-    /// A job that runs leaves its lane and waits for a worker of another one. With `urgent` it is promoted.
+    /// A job that runs gives its worker to others, since it waits for something that no worker can give it. It goes on
+    /// by [`advance`](Self::advance), also to the same lane.
+    pub fn step_aside(&mut self, job: JobId) {
+        let Some(entry) = self.jobs.get_mut(&job) else { return };
+        if entry.state == State::Running {
+            entry.state = State::Aside;
+            self.lanes[entry.lane as usize].running -= 1;
+        }
+    }
+
+    /// A job that runs, or that stepped aside, waits for a worker of this lane. With `urgent` it is promoted.
     ///
     /// Used when a capture is to be persisted, when a capture of files turns out to need processes too, and when a
     /// failed capture is tried again. It keeps its age, and no further request shares it.
     pub fn advance(&mut self, job: JobId, lane: Lane, urgent: bool) {
+        self.step_aside(job);
         let Some(entry) = self.jobs.get_mut(&job) else { return };
-        if entry.state != State::Running {
+        if entry.state != State::Aside {
             return;
         }
-        let left = entry.lane;
         entry.lane = lane;
         entry.state = State::Queued;
-        self.lanes[left as usize].running -= 1;
         self.enqueue(job);
         if urgent {
             self.promote(job);
@@ -294,7 +305,7 @@ impl<S: Ord + Clone> Scheduler<S> {
         match entry.state {
             State::Running => self.lanes[entry.lane as usize].running -= 1,
             State::Queued => self.dequeue(job),
-            State::Parked => {}
+            State::Parked | State::Aside => {}
         }
         let Some(entry) = self.jobs.remove(&job) else { return };
         if !entry.begun {

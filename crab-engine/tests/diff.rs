@@ -75,7 +75,7 @@ async fn a_fork_is_compared_with_its_source_and_what_is_read_stays() {
     assert_eq!(engine.inventory(&f.id).await[0].held, Some(Held::Read));
     assert!(engine.prune(&Retention::keep_all().last(1)).await.unwrap().removed.iter().all(|r| r.sandbox == fork));
     assert_eq!(engine.remove(&f.id, VersionId(1)).await.unwrap_err().kind(), ErrorKind::Busy);
-    engine.detach(&f.id).await;
+    engine.detach(&f.id).await.unwrap();
     assert_eq!(engine.forget(&f.id).await.unwrap_err().kind(), ErrorKind::Busy);
     assert_eq!(files(&mut diff).await, [("n".to_owned(), FileChangeKind::Content)]);
     drop(diff);

@@ -279,29 +279,48 @@ async fn after_a_fault_at_any_step_of_the_engine_a_reopened_store_is_sound() {
 
 #[tokio::test]
 async fn a_manifest_that_cannot_be_fsynced_poisons_the_store_until_it_is_opened_anew() {
-    let f = Fixture::new();
-    let armed = Arc::new(AtomicUsize::new(0));
-    let hook: crab_engine::StepHook = {
-        let armed = armed.clone();
-        Arc::new(move |step| match armed.load(Ordering::SeqCst) {
-            1 if step == "store.fsync" => Err(Error::new(ErrorKind::Io, "the disk is gone")),
-            _ => Ok(()),
-        })
-    };
-    let engine = f.builder().steps(hook).open().await.unwrap();
-    engine.attach(&f.id).await.unwrap();
-    f.covered(&engine, 1).await;
-    armed.store(1, Ordering::SeqCst);
-    f.world.write(&f.id, "/a", "1").unwrap();
-    assert!(matches!(f.turn(&engine, 2).await, Verdict::Failed(error) if error.kind() == ErrorKind::Poisoned));
-    assert!(engine.is_poisoned());
-    armed.store(0, Ordering::SeqCst);
-    assert!(matches!(f.turn(&engine, 3).await, Verdict::Failed(error) if error.kind() == ErrorKind::Poisoned));
-    close(engine).await;
-    let engine = reopen(|| f.builder()).await;
-    assert_sound(&f.world, &engine, "").await;
-    engine.attach(&f.id).await.unwrap();
-    f.covered(&engine, 4).await;
+    for fsync in ["store.fsync", "store.fsync_dir"] {
+        let f = Fixture::new();
+        let armed = Arc::new(AtomicUsize::new(0));
+        let hook: crab_engine::StepHook = {
+            let armed = armed.clone();
+            Arc::new(move |step| match armed.load(Ordering::SeqCst) {
+                1 if step == fsync => Err(Error::new(ErrorKind::Io, "the disk is gone")),
+                _ => Ok(()),
+            })
+        };
+        let engine = f.builder().steps(hook).open().await.unwrap();
+        engine.attach(&f.id).await.unwrap();
+        f.covered(&engine, 1).await;
+        f.covered(&engine, 2).await;
+        armed.store(1, Ordering::SeqCst);
+        f.world.write(&f.id, "/a", "1").unwrap();
+        let poisoned = |verdict: Verdict| match verdict {
+            Verdict::Failed(error) => assert_eq!(error.kind(), ErrorKind::Poisoned, "{fsync}: {error}"),
+            other => panic!("{fsync}: {other:?}"),
+        };
+        poisoned(f.turn(&engine, 3).await);
+        assert!(engine.is_poisoned(), "{fsync}");
+        armed.store(0, Ordering::SeqCst);
+        poisoned(f.turn(&engine, 4).await);
+        let refused = [
+            engine.pin(&f.id, VersionId(1)).await.unwrap_err(),
+            engine.remove(&f.id, VersionId(1)).await.unwrap_err(),
+            engine.restore(&f.id, Select::Latest, RestoreOptions::default()).await.unwrap_err(),
+            engine.detach(&f.id).await.unwrap_err(),
+        ];
+        for (at, error) in refused.into_iter().enumerate() {
+            // The standing version is refused before anything is written.
+            let kind = if at == 1 { ErrorKind::Busy } else { ErrorKind::Poisoned };
+            assert_eq!(error.kind(), kind, "{fsync}, {at}: {error}");
+        }
+        assert_eq!(f.world.condition_of(&f.id), Condition::Running, "{fsync}");
+        close(engine).await;
+        let engine = reopen(|| f.builder()).await;
+        assert_sound(&f.world, &engine, fsync).await;
+        engine.attach(&f.id).await.unwrap();
+        f.covered(&engine, 5).await;
+    }
 }
 
 /// A tmpfs of 64 KiB, unmounted when the test ends. `None` without the privilege.

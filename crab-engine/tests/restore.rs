@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Fixture, assert_sound, boundary, close, newest, reopen};
@@ -55,7 +57,7 @@ async fn an_older_version_comes_back_and_the_newer_ones_stay() {
     work(&f, &engine, 1..=4).await;
     let report = engine.restore(&f.id, Select::Turn(TurnNumber(2)), RestoreOptions::default()).await.unwrap();
     assert_eq!(report.version, VersionId(2));
-    assert_eq!(report.lost, Some(LostTurns { first: TurnNumber(3), last: TurnNumber(4) }));
+    assert_eq!(report.lost, Some(LostTurns { first: TurnNumber(3), last: Some(TurnNumber(4)) }));
     assert_eq!(report.effects.len(), 2, "nobody watched what turns 3 and 4 sent");
     assert_eq!(state(&f).1, "2");
     // The standing version is the restored one, not the newest, also after a restart.
@@ -134,6 +136,129 @@ async fn nothing_is_touched_where_the_version_cannot_be_restored() {
     work(&f, &engine, 3..=3).await;
 }
 
+/// An engine that takes its time at a step, once `armed`.
+fn slow_at(f: &Fixture, step: &'static str, armed: &Arc<AtomicBool>) -> crab_engine::EngineBuilder {
+    let armed = armed.clone();
+    f.builder().steps(Arc::new(move |reached| {
+        if reached == step && armed.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(60));
+        }
+        Ok(())
+    }))
+}
+
+fn within(time: Duration) -> RestoreOptions {
+    RestoreOptions { deadline: Some(Instant::now() + time), ..RestoreOptions::default() }
+}
+
+#[tokio::test]
+async fn a_restore_that_misses_its_deadline_at_any_step_before_the_kill_changes_nothing() {
+    let late = Duration::from_millis(30);
+    for case in ["verify", "fits", "record", "lock"] {
+        let f = Fixture::new();
+        let armed = Arc::new(AtomicBool::new(false));
+        let engine = slow_at(&f, "store.fsync", &armed).open().await.unwrap();
+        engine.attach(&f.id).await.unwrap();
+        work(&f, &engine, 1..=2).await;
+        let mut begun = None;
+        match case {
+            "verify" => f.world.order(Step::Verify(Domain::Process), Fault::Hang),
+            "fits" => f.world.order(Step::Fits(Domain::Filesystem), Fault::Hang),
+            "record" => armed.store(true, Ordering::SeqCst),
+            _ => {
+                f.world.write(&f.id, "/new", "x").unwrap();
+                f.world.order(Step::Persist(Domain::Filesystem), Fault::Hang);
+                begun = Some(boundary(&engine, &f.id, 3).await);
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        }
+        let before = state(&f);
+        let mut waits = boundary(&engine, &f.id, 4).await;
+        let error = engine.restore(&f.id, Select::Version(VersionId(1)), within(late)).await.unwrap_err();
+        armed.store(false, Ordering::SeqCst);
+        assert_eq!(error.kind(), ErrorKind::TimedOut, "{case}: {error}");
+        assert_eq!(error.sandbox_condition(), Some(Condition::Running), "{case}: {error}");
+        assert_eq!(state(&f), before, "{case}");
+        // Its turns were not touched either.
+        assert!(matches!(waits.verdict().await, Verdict::Durable(_)), "{case}");
+        if let Some(mut begun) = begun {
+            assert!(matches!(begun.verdict().await, Verdict::Durable(_)), "{case}");
+        }
+        assert_eq!(engine.sandboxes()[0].unfinished, None, "{case}");
+        close(engine).await;
+        let engine = reopen(|| f.builder()).await;
+        assert!(engine.opened().unfinished.is_empty(), "{case}");
+        assert_sound(&f.world, &engine, case).await;
+    }
+}
+
+#[tokio::test]
+async fn a_restore_that_has_ended_the_tasks_by_its_deadline_is_carried_through() {
+    for step in ["restore.recorded", "restore.killed", "restore.files", "restore.processes"] {
+        let f = Fixture::new();
+        let armed = Arc::new(AtomicBool::new(false));
+        let engine = slow_at(&f, step, &armed).open().await.unwrap();
+        engine.attach(&f.id).await.unwrap();
+        work(&f, &engine, 1..=2).await;
+        armed.store(true, Ordering::SeqCst);
+        let report = engine.restore(&f.id, Select::Version(VersionId(1)), within(Duration::from_millis(40))).await;
+        let report = report.unwrap_or_else(|error| panic!("{step}: {error}"));
+        assert_eq!(report.version, VersionId(1), "{step}");
+        assert_eq!(state(&f).1, "1", "{step}");
+        assert_sound(&f.world, &engine, step).await;
+    }
+}
+
+#[tokio::test]
+async fn a_root_or_a_host_that_does_not_fit_is_told_before_anything_is_touched() {
+    for domain in [Domain::Filesystem, Domain::Process] {
+        let f = Fixture::new();
+        let engine = f.engine().await;
+        work(&f, &engine, 1..=2).await;
+        f.world.remember(&f.id, "server", "unsaved").unwrap();
+        let fork = common::id("fork");
+        f.world.create_stopped(&fork);
+        f.world.order(Step::Fits(domain), Fault::Error(ErrorKind::InvalidInput));
+        f.world.order(Step::Fits(domain), Fault::Error(ErrorKind::InvalidInput));
+        let errors = [
+            engine.restore(&f.id, Select::Version(VersionId(1)), RestoreOptions::default()).await.unwrap_err(),
+            engine.fork(&f.id, VersionId(1), &fork, Default::default()).await.unwrap_err(),
+        ];
+        for error in errors {
+            assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
+        }
+        assert_eq!(state(&f).1, "unsaved");
+        assert_eq!(engine.sandboxes().len(), 1);
+        work(&f, &engine, 3..=3).await;
+    }
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_being_restored_holds_up_no_worker() {
+    let f = Fixture::new();
+    let limits = crab_engine::scheduler::Limits { process: 1, filesystem: 1, persist: 1, urgent_burst: 4, waiting: 16 };
+    let deadlines = crab_engine::Deadlines { restore: Duration::from_secs(2), ..common::short() };
+    let engine = f.builder().limits(limits).deadlines(deadlines).open().await.unwrap();
+    engine.attach(&f.id).await.unwrap();
+    work(&f, &engine, 1..=1).await;
+    let other = common::id("other");
+    f.world.create(&other);
+    engine.attach(&other).await.unwrap();
+    // It is verified for long, while the sandbox's next turn is there already.
+    f.world.order(Step::Verify(Domain::Process), Fault::Hang);
+    let restored = {
+        let (engine, id) = (engine.clone(), f.id.clone());
+        tokio::spawn(async move { engine.restore(&id, Select::Latest, RestoreOptions::default()).await })
+    };
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    f.world.remember(&f.id, "server", "2").unwrap();
+    let mut waits = boundary(&engine, &f.id, 2).await;
+    assert!(matches!(common::turn(&engine, &other, 1).await, Verdict::Durable(_)));
+    assert!(!restored.is_finished(), "the other one waited for the restore");
+    assert_eq!(restored.await.unwrap().unwrap_err().kind(), ErrorKind::TimedOut);
+    assert!(matches!(waits.verdict().await, Verdict::Durable(VersionId(2))));
+}
+
 #[tokio::test]
 async fn a_fallback_passes_over_what_is_damaged_and_says_what_is_lost() {
     let f = Fixture::new();
@@ -146,7 +271,7 @@ async fn a_fallback_passes_over_what_is_damaged_and_says_what_is_lost() {
     let report = engine.restore(&f.id, Select::Latest, options).await.unwrap();
     assert_eq!(report.version, VersionId(2));
     assert_eq!(report.passed_over.iter().map(|passed| passed.version.0).collect::<Vec<_>>(), [4, 3]);
-    assert_eq!(report.lost, Some(LostTurns { first: TurnNumber(3), last: TurnNumber(4) }));
+    assert_eq!(report.lost, Some(LostTurns { first: TurnNumber(3), last: Some(TurnNumber(4)) }));
     assert_eq!(state(&f).1, "2");
 }
 
@@ -167,6 +292,8 @@ async fn a_torn_newest_manifest_is_not_silently_passed_over() {
     let options = RestoreOptions { allow_fallback: true, ..RestoreOptions::default() };
     let report = engine.restore(&f.id, Select::Latest, options).await.unwrap();
     assert_eq!((report.version, report.passed_over[0].version), (VersionId(2), VersionId(3)));
+    // Only the torn manifest knew which turn was the last.
+    assert_eq!(report.lost, Some(LostTurns { first: TurnNumber(3), last: None }));
     // A person repairs it, and it is whole again.
     close(engine).await;
     std::fs::write(&path, text).unwrap();
@@ -189,7 +316,7 @@ async fn a_restore_cancels_the_sandboxes_waiting_turns_and_waits_for_what_has_be
     assert!(matches!(waits.verdict().await, Verdict::Failed(error) if error.kind() == ErrorKind::Cancelled));
     assert!(matches!(begun.verdict().await, Verdict::Durable(VersionId(2))));
     assert_eq!(report.version, VersionId(2), "what had begun was the latest by then");
-    assert_eq!(report.lost, Some(LostTurns { first: TurnNumber(3), last: TurnNumber(3) }));
+    assert_eq!(report.lost, Some(LostTurns { first: TurnNumber(3), last: Some(TurnNumber(3)) }));
 }
 
 #[tokio::test]
@@ -289,7 +416,7 @@ async fn two_forks_run_beside_their_source() {
     engine.restore(&into, Select::Version(VersionId(1)), RestoreOptions::default()).await.unwrap();
     assert_eq!(f.world.processes(&into)["server"], "1");
     for name in ["fork-1", "fork-2"] {
-        engine.detach(&common::id(name)).await;
+        engine.detach(&common::id(name)).await.unwrap();
         engine.forget(&common::id(name)).await.unwrap();
     }
     assert_sound(&f.world, &engine, "the forks are gone").await;

@@ -156,7 +156,7 @@ async fn a_version_that_a_fork_needs_goes_only_by_name_and_its_artifacts_with_th
     assert_eq!(engine.inventory(&f.id).await[0].held, Some(Held::Operation));
     engine.prune(&Retention::keep_all().last(0)).await.unwrap();
     assert_eq!(numbers(&engine, &f.id), [1, 3]);
-    engine.detach(&f.id).await;
+    engine.detach(&f.id).await.unwrap();
     assert_eq!(engine.forget(&f.id).await.unwrap_err().kind(), ErrorKind::Busy);
     engine.fork(&f.id, VersionId(1), &into, options()).await.unwrap();
     engine.prune(&Retention::keep_all().last(0)).await.unwrap();
@@ -278,7 +278,7 @@ async fn whatever_a_kept_artifact_builds_on_is_kept_counted_and_removed_after_it
     common::turn(&engine, &into, 9).await;
     let newest = common::newest(&engine, &into);
     assert!(newest.process.artifact().unwrap().depends_on.is_empty());
-    engine.detach(&into).await;
+    engine.detach(&into).await.unwrap();
     engine.forget(&into).await.unwrap();
     // The next is whole by itself: the chain may go, top first.
     chained.whole.store(true, Ordering::SeqCst);

@@ -332,6 +332,34 @@ async fn versions_go_on_after_a_restart_of_the_engine() {
 }
 
 #[tokio::test]
+async fn what_was_detached_stays_so_when_the_store_is_opened_until_it_is_attached_or_restored() {
+    let f = Fixture::new();
+    let engine = f.engine().await;
+    let (ended, moved) = (common::id("ended"), common::id("moved"));
+    for id in [&ended, &moved] {
+        f.world.create(id);
+        engine.attach(id).await.unwrap();
+        common::turn(&engine, id, 1).await;
+        engine.detach(id).await.unwrap();
+        engine.detach(id).await.unwrap();
+    }
+    f.covered(&engine, 1).await;
+    f.world.crash(&ended);
+    close(engine).await;
+    let engine = reopen(|| f.builder()).await;
+    let opened = engine.opened();
+    assert_eq!((&opened.attached, &opened.detached), (&vec![f.id.clone()], &vec![ended.clone(), moved.clone()]));
+    assert!(opened.died.is_empty() && opened.unreachable.is_empty(), "{opened:?}");
+    assert!(matches!(common::turn(&engine, &moved, 2).await, Verdict::Failed(e) if e.kind() == ErrorKind::NotFound));
+    engine.attach(&moved).await.unwrap();
+    engine.restore(&ended, crab_engine::Select::Latest, Default::default()).await.unwrap();
+    close(engine).await;
+    let engine = reopen(|| f.builder()).await;
+    assert_eq!(engine.opened().attached, [f.id.clone(), ended, moved]);
+    assert_sound(&f.world, &engine, "").await;
+}
+
+#[tokio::test]
 async fn what_died_is_offered_for_restore_and_what_is_unknown_is_named() {
     let f = Fixture::new();
     let engine = f.engine().await;
@@ -442,7 +470,7 @@ async fn versions_are_removed_with_what_only_they_need() {
     // The second version still needs the first one's processes.
     assert_eq!(f.world.artifacts().len(), 2);
     assert_sound(&f.world, &engine, "after the removal").await;
-    engine.detach(&f.id).await;
+    engine.detach(&f.id).await.unwrap();
     engine.forget(&f.id).await.unwrap();
     assert!(f.world.artifacts().is_empty() && engine.sandboxes().is_empty());
 }
@@ -456,7 +484,7 @@ async fn detaching_cancels_what_waits() {
     let mut begun = boundary(&engine, &f.id, 1).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
     let mut waits = boundary(&engine, &f.id, 2).await;
-    engine.detach(&f.id).await;
+    engine.detach(&f.id).await.unwrap();
     match waits.verdict().await {
         Verdict::Failed(error) => assert_eq!(error.kind(), ErrorKind::Cancelled),
         other => panic!("{other:?}"),

@@ -44,9 +44,6 @@ async fn main() -> Result<()> {
     }
     println!("the trunk, after adding 1: {}", run(&sandbox, "echo 1 >/root/in; sleep 0.3; cat /root/out"));
 
-    for sandbox in engine.sandboxes() {
-        engine.detach(&sandbox.id).await;
-    }
     engine.close().await;
     Ok(())
 }

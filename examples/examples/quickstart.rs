@@ -69,7 +69,6 @@ async fn main() -> Result<()> {
     println!("restored version {} of turn {}: {:?}", report.version, report.turn, report.process);
     println!("the server counts to {}, and its program is there: {}", count(&sandbox, 0), run(&sandbox, "ls /root"));
 
-    engine.detach(&id).await;
     engine.close().await;
     Ok(())
 }

@@ -209,7 +209,6 @@ pub async fn serve(config: ServiceConfig) -> Result<()> {
     }
     coordinator.shutdown(Duration::from_secs(1)).await;
     let _ = driver.await;
-    engine.detach(id).await;
     engine.close().await;
     drop(engine);
     // It ends when the last event is told, now that the engine is gone.

@@ -195,7 +195,6 @@ async fn dies_and_ends_its_work(recipe: &Recipe) {
     bridging.abort();
     coordinator.shutdown(Duration::from_secs(1)).await;
     let _ = driving.await;
-    engine.detach(&id).await;
     engine.close().await;
     sandbox.kill().unwrap();
 }

@@ -63,6 +63,8 @@ pub enum Step {
     AfterPersist(Domain),
     /// [`CheckpointBackend::verify`]
     Verify(Domain),
+    /// [`CheckpointBackend::fits`]
+    Fits(Domain),
     /// [`CheckpointBackend::restore`], before anything is changed.
     Restore(Domain),
     /// [`CheckpointBackend::restore`], when the state is restored.
@@ -548,6 +550,10 @@ impl CheckpointBackend for MemoryBackend {
             return Err(Error::new(ErrorKind::NotFound, format!("there is no artifact {}", artifact.id)));
         }
         Ok(())
+    }
+
+    async fn fits(&self, _artifact: &Artifact, _sandbox: &Sandbox) -> Result<()> {
+        self.world.reach(Step::Fits(self.domain)).await
     }
 
     async fn restore(&self, artifact: &Artifact, target: RestoreTarget) -> Result<Restored> {

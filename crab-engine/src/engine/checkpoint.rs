@@ -147,7 +147,16 @@ struct Work {
 impl Work {
     async fn all(&self, mut lane: Lane) -> Result<Done> {
         let lock = self.inner.work_lock(&self.id);
-        let _exclusive = lock.lock().await;
+        let _exclusive = match lock.try_lock() {
+            Ok(held) => held,
+            Err(_) => {
+                // A restore or a prune of this sandbox may take long, and others want the worker.
+                self.inner.step_aside(self.job);
+                let held = lock.lock().await;
+                self.inner.advance(self.job, lane, false).await?;
+                held
+            }
+        };
         let attached = self.inner.attached(&self.id)?;
         self.inner.drop_stale(self.job, &self.id, &attached)?;
         let mut retried = false;
@@ -539,6 +548,7 @@ impl Work {
             }
             return Err(error);
         }
+        inner.step("checkpoint.committed")?;
         attached.stand_on(manifest.clone(), plan == Plan::FULL, at);
         tracing::Span::current().record("version", version.0).record("plan", plan.label());
         let tree = manifest.filesystem.artifact().and_then(|artifact| inner.filesystem.tree(artifact));
@@ -549,6 +559,7 @@ impl Work {
             let base = Rebase { token, filesystem: false, process: process_rebased, tree: None };
             inner.rebase(&self.id, base).await;
         }
+        inner.step("checkpoint.rebased")?;
         Ok(Made { manifest, plan, delta: describe_delta(&delta), bytes })
     }
 

@@ -120,7 +120,13 @@ impl Inner {
         self.pump();
     }
 
-    /// Leaves the worker and waits for one of another lane.
+    /// Gives the job's worker to others until it [`advance`](Self::advance)s.
+    pub(super) fn step_aside(self: &Arc<Self>, job: JobId) {
+        self.dispatch.0.lock().scheduler.step_aside(job);
+        self.pump();
+    }
+
+    /// Leaves the worker, where it has one, and waits for one of this lane.
     pub(super) async fn advance(self: &Arc<Self>, job: JobId, lane: Lane, urgent: bool) -> Result<()> {
         let (permit, granted) = oneshot::channel();
         {

@@ -102,7 +102,7 @@ impl Inner {
             return Err(Error::new(ErrorKind::AlreadyExists, format!("the store knows a sandbox {into}"))
                 .fix("name another, or forget that one"));
         }
-        let (manifest, _) = self.choose(from, Select::Version(version), false).await?;
+        let (manifest, _) = self.choose(from, Select::Version(version), false, None).await?;
         for artifact in manifest.artifacts() {
             let backend = self.backend_of(artifact)?;
             if !backend.capabilities().forks {
@@ -111,6 +111,7 @@ impl Inner {
             }
         }
         let sandbox = self.describe(into).await?;
+        self.fits(&manifest, &sandbox, None).await?;
         if unfinished.is_none() {
             let (host, owned) = (self.host.clone(), into.clone());
             let limit = self.options.deadlines.host;
@@ -129,6 +130,7 @@ impl Inner {
                     version,
                     keep: None,
                     last_turn: manifest.turn,
+                    more_turns: false,
                     standing: None,
                     passed_over: Vec::new(),
                     sequence: self.store.with(|index| {
@@ -153,7 +155,7 @@ impl Inner {
             inherited: Vec::new(),
             deadline: Instant::now().checked_add(self.options.deadlines.restore),
         };
-        self.restore_half(&first.filesystem, target, None).await?;
+        self.restore_half(&first.filesystem, target).await?;
         self.step("fork.files")?;
         self.prepare_fork(into, from, version).await?;
         self.step("fork.prepared")?;

@@ -110,9 +110,17 @@ fn by_turn(id: &SandboxId, index: &SandboxIndex, turn: TurnNumber) -> Result<Arc
     }
 }
 
-/// The turns that a restore of `version` loses, where the last one seen is `last`.
-pub(super) fn lost(version: &Manifest, last: TurnNumber) -> Option<LostTurns> {
-    (version.turn < last).then(|| LostTurns { first: version.turn.next(), last })
+/// Whether there may have been turns after [`last_turn`] that no file tells of any more: turns grow with the versions,
+/// so only the newest of these matters.
+pub(super) fn may_miss_turns(index: &SandboxIndex) -> bool {
+    let newest = index.versions.last_key_value().map(|(version, _)| *version);
+    index.damaged.iter().filter_map(|damaged| damaged.version).max() > newest
+}
+
+/// The turns that a restore of `version` loses, where the last one seen is `last`, and there may have been `more`.
+pub(super) fn lost(version: &Manifest, last: TurnNumber, more: bool) -> Option<LostTurns> {
+    let first = version.turn.next();
+    (more || version.turn < last).then(|| LostTurns { first, last: (!more).then_some(last) })
 }
 
 /// What left the sandbox between the restored version and the one that stood: it stays in the world.

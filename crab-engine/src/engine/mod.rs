@@ -128,6 +128,9 @@ pub struct OpenReport {
     pub attached: Vec<SandboxId>,
     /// Sandboxes of the store that have no tasks and a version: a restore of [`Select::Latest`] brings them back.
     pub died: Vec<SandboxId>,
+    /// Sandboxes of the store that somebody [detached](Engine::detach): whether they live or not is nobody's business
+    /// here until they are attached or restored.
+    pub detached: Vec<SandboxId>,
     /// Sandboxes of the store that the host does not know or could not say anything about, and that are not attached.
     pub unreachable: Vec<(SandboxId, Error)>,
     /// Restores and forks that did not end. Asking for the same operation again finishes it.
@@ -230,27 +233,25 @@ impl Engine {
         .await
     }
 
-    /// Stops watching a sandbox. What waits for it is cancelled, what has begun is waited for. Its versions stay.
-    /// Does nothing where it is not attached.
-    pub async fn detach(&self, id: &SandboxId) {
-        let known = self.0.attached.lock().remove(id);
-        if known.is_none() {
-            return;
-        }
-        self.0.cancel(id, "the sandbox was detached");
-        let lock = self.0.work_lock(id);
-        let _exclusive = lock.lock().await;
-        self.0.forget_watch(id).await;
-        self.0.emit(id, EventKind::Detached);
+    /// Stops watching a sandbox. What waits for it is cancelled, what has begun is waited for. Its versions stay. It is
+    /// not attached again when the store is opened. Does nothing where it is not attached.
+    ///
+    /// # Errors
+    /// Errors of the store: it is detached all the same, but will be attached again when the store is opened.
+    pub async fn detach(&self, id: &SandboxId) -> Result<()> {
+        let (inner, id) = (self.0.clone(), id.clone());
+        detached("detach", async move { inner.detach(&id, true).await }).await
     }
 
     /// Handles all boundaries of a source, each as soon as it comes, until the source ends and every turn is decided.
-    /// Verdicts go through the gates.
+    /// Verdicts go through the gates. No more turns are taken from the source at once than
+    /// [may wait](crate::scheduler::Limits::waiting).
     pub async fn drive(&self, mut boundaries: impl TurnBoundary) {
+        let most = self.0.options.limits.waiting.max(1);
         let mut turns = JoinSet::new();
         loop {
             tokio::select! {
-                boundary = boundaries.next() => match boundary {
+                boundary = boundaries.next(), if turns.len() < most => match boundary {
                     Some(boundary) => {
                         let engine = self.clone();
                         turns.spawn(async move { engine.turn(boundary).await });
@@ -322,7 +323,8 @@ impl Engine {
         self.0.closed.store(true, Ordering::Release);
         let ids: Vec<SandboxId> = self.0.attached.lock().keys().cloned().collect();
         for id in ids {
-            self.detach(&id).await;
+            // Nothing is written, so nothing fails.
+            let _ = self.0.detach(&id, false).await;
         }
         while !self.0.dispatch.is_idle() {
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -350,6 +352,15 @@ pub(crate) fn describe_delta(delta: &Delta) -> String {
     format!("files {}; processes {}", delta.filesystem, delta.process)
 }
 
+/// What a sandbox of the store is when the store is opened.
+enum Found {
+    Lives,
+    Died,
+    Detached,
+    /// The business of an operation that did not end, or nothing that could be brought back.
+    Other,
+}
+
 impl Inner {
     fn emit(&self, id: &SandboxId, kind: EventKind) {
         // Nobody may be listening.
@@ -368,7 +379,13 @@ impl Inner {
     }
 
     fn work_lock(&self, id: &SandboxId) -> Arc<tokio::sync::Mutex<()>> {
-        self.work.lock().entry(id.clone()).or_default().clone()
+        let mut work = self.work.lock();
+        if let Some(lock) = work.get(id) {
+            return lock.clone();
+        }
+        // Only what nobody holds or waits for may go: two locks of one sandbox would be none.
+        work.retain(|_, lock| Arc::strong_count(lock) > 1);
+        work.entry(id.clone()).or_default().clone()
     }
 
     fn attached(&self, id: &SandboxId) -> Result<Arc<Attached>> {
@@ -456,15 +473,16 @@ impl Inner {
         let mut report = OpenReport::default();
         for (id, taken) in ids.into_iter().zip(taken) {
             match taken {
-                Ok((thawed, condition)) => {
+                Ok((thawed, found)) => {
                     if thawed {
                         tracing::warn!(sandbox = %id, "thawed: an engine died in the middle of a capture");
                         report.thawed.push(id.clone());
                     }
-                    match condition {
-                        Some(Condition::Stopped) => report.died.push(id),
-                        Some(_) => report.attached.push(id),
-                        None => {}
+                    match found {
+                        Found::Died => report.died.push(id),
+                        Found::Lives => report.attached.push(id),
+                        Found::Detached => report.detached.push(id),
+                        Found::Other => {}
                     }
                 }
                 Err(error) => {
@@ -476,9 +494,8 @@ impl Inner {
         report
     }
 
-    /// Whether it had been frozen, and what it is; `None` where that is nobody's business but that of an operation which
-    /// did not end, or where there is nothing to bring back.
-    async fn take_over_one(&self, id: &SandboxId) -> Result<(bool, Option<Condition>)> {
+    /// Whether it had been frozen, and what it is.
+    async fn take_over_one(&self, id: &SandboxId) -> Result<(bool, Found)> {
         let (host, owned) = (self.host.clone(), id.clone());
         let (thawed, condition) = call("thaw what was left frozen", self.options.deadlines.host, async move {
             let condition = host.condition(&owned).await?;
@@ -488,18 +505,23 @@ impl Inner {
             Ok((condition == Condition::Frozen, condition))
         })
         .await?;
-        let (unfinished, has_versions) = self.store.with(|index| {
+        let (unfinished, left, has_versions) = self.store.with(|index| {
             let unfinished = index.operations.values().any(|op| op.sandbox == *id && op.outcome.is_none());
-            (unfinished, index.sandboxes.get(id).is_some_and(|sandbox| !sandbox.versions.is_empty()))
+            let sandbox = index.sandboxes.get(id);
+            let left = sandbox.is_some_and(|sandbox| sandbox.record.detached);
+            (unfinished, left, sandbox.is_some_and(|sandbox| !sandbox.versions.is_empty()))
         });
-        Ok(match condition {
-            _ if unfinished => (thawed, None),
-            Condition::Stopped => (thawed, has_versions.then_some(condition)),
+        let found = match condition {
+            _ if unfinished => Found::Other,
+            _ if left => Found::Detached,
+            Condition::Stopped if has_versions => Found::Died,
+            Condition::Stopped => Found::Other,
             _ => {
                 self.attach(id).await?;
-                (thawed, Some(condition))
+                Found::Lives
             }
-        })
+        };
+        Ok((thawed, found))
     }
 
     /// Attaches while the work lock is held.
@@ -515,7 +537,6 @@ impl Inner {
         let sandbox = self.describe(id).await?;
         let (host, owned) = (self.host.clone(), id.clone());
         call("thaw", self.options.deadlines.host, async move { host.thaw(&owned).await }).await?;
-        self.record(id).await?;
         let lives = sandbox.init.is_some();
         let saved = self.store.with(|index| {
             let standing = index.sandboxes.get(id).and_then(lineage::standing);
@@ -524,18 +545,45 @@ impl Inner {
         if saved && !lives {
             return Err(attached::died(id));
         }
+        self.record(id).await?;
         self.watch(sandbox).await?;
         self.install(id, false, lives);
         Ok(())
     }
 
-    /// Makes the sandbox known to the store before anything of it is captured.
+    /// Makes the sandbox known to the store, as one that is attached, before anything of it is captured.
     async fn record(&self, id: &SandboxId) -> Result<()> {
-        if self.store.with(|index| index.sandboxes.get(id).is_some_and(|sandbox| sandbox.recorded)) {
+        let (record, recorded) = self.store.with(|index| {
+            let sandbox = index.sandboxes.get(id);
+            (sandbox.map(|sandbox| sandbox.record.clone()), sandbox.is_some_and(|sandbox| sandbox.recorded))
+        });
+        let record = record.unwrap_or_default();
+        if recorded && !record.detached {
             return Ok(());
         }
+        self.put_record(id, SandboxRecord { detached: false, ..record }).await
+    }
+
+    /// Stops watching. With `lasting` it is written down for the next time that the store is opened.
+    async fn detach(self: &Arc<Self>, id: &SandboxId, lasting: bool) -> Result<()> {
+        if self.attached.lock().remove(id).is_none() {
+            return Ok(());
+        }
+        self.cancel(id, "the sandbox was detached");
+        let lock = self.work_lock(id);
+        let _exclusive = lock.lock().await;
+        // Somebody may have attached it anew while we waited.
+        if self.attached.lock().contains_key(id) {
+            return Ok(());
+        }
+        self.forget_watch(id).await;
         let record = self.store.with(|index| index.sandboxes.get(id).map(|sandbox| sandbox.record.clone()));
-        self.put_record(id, record.unwrap_or_default()).await
+        let written = match record {
+            Some(record) if lasting => self.put_record(id, SandboxRecord { detached: true, ..record }).await,
+            _ => Ok(()),
+        };
+        self.emit(id, EventKind::Detached);
+        written.map_err(|error| error.while_doing(format!("{id} is detached, which may not last")))
     }
 
     async fn put_record(&self, id: &SandboxId, record: SandboxRecord) -> Result<()> {
@@ -678,8 +726,6 @@ impl Inner {
             store.remove_sandbox(&owned)
         })
         .await??;
-        self.collect(before).await?;
-        self.work.lock().remove(id);
-        Ok(())
+        self.collect(before).await.map(drop)
     }
 }

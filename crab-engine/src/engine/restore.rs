@@ -38,8 +38,9 @@ pub struct RestoreOptions {
     pub operation: Option<OperationId>,
     /// Where the wanted version is damaged, take the newest whole one before it and say so in the report.
     pub allow_fallback: bool,
-    /// Begin nothing after this moment. Until the files are swapped, a restore that misses it leaves them as they
-    /// were; from then on it is carried through.
+    /// A restore that has not got so far by this moment as to end the sandbox's tasks, with everything validated and
+    /// recorded, fails with [`ErrorKind::TimedOut`] and has changed nothing: the sandbox runs on, its turns too. One that
+    /// has is carried through, however late it ends, since what was ended cannot be brought back but by a restore.
     pub deadline: Option<Instant>,
 }
 
@@ -52,8 +53,8 @@ impl Engine {
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`], [`ErrorKind::Corrupt`], [`ErrorKind::Unsupported`] where the version does not exist, is
-    /// damaged or needs another host: nothing was touched. [`ErrorKind::TimedOut`] by the deadline. Otherwise the error
-    /// tells the sandbox's condition; the same operation may be asked for again. It then puts the version's files in
+    /// damaged or needs another host, [`ErrorKind::InvalidInput`] where the sandbox's root cannot be replaced,
+    /// [`ErrorKind::TimedOut`] by the deadline: nothing was touched. Otherwise the error tells the sandbox's condition; the same operation may be asked for again. It then puts the version's files in
     /// place afresh, ends what the first attempt may have started, and reports as
     /// [`replaced`](RestoreReport::replaced) what the first attempt replaced.
     pub async fn restore(&self, id: &SandboxId, select: Select, options: RestoreOptions) -> Result<RestoreReport> {
@@ -65,14 +66,14 @@ impl Engine {
 fn passed(deadline: Option<Instant>) -> Result<()> {
     match deadline {
         Some(deadline) if Instant::now() >= deadline => {
-            Err(Error::new(ErrorKind::TimedOut, "the restore's deadline passed before it began"))
+            Err(Error::new(ErrorKind::TimedOut, "the restore's deadline passed before anything was touched"))
         }
         _ => Ok(()),
     }
 }
 
 /// A smaller limit where the deadline is nearer.
-pub(super) fn until(limit: Duration, deadline: Option<Instant>) -> Duration {
+fn until(limit: Duration, deadline: Option<Instant>) -> Duration {
     deadline.map_or(limit, |deadline| limit.min(deadline.saturating_duration_since(Instant::now())))
 }
 
@@ -93,11 +94,7 @@ impl Inner {
             return Ok(report);
         }
         let lock = self.work_lock(id);
-        let held = tokio::time::timeout(until(Duration::MAX, options.deadline), async {
-            self.cancel(id, "the sandbox is being restored");
-            lock.lock().await
-        });
-        let _exclusive = match held.await {
+        let _exclusive = match tokio::time::timeout(until(Duration::MAX, options.deadline), lock.lock()).await {
             Ok(held) => held,
             Err(_) => {
                 let late =
@@ -159,29 +156,37 @@ impl Inner {
         let unfinished = self.store.with(|index| index.operations.get(&name).cloned());
         let (version, passed_over) = match &unfinished {
             // Chosen once; what is newest now is not what was newest then.
-            Some(operation) => (self.choose(id, Select::Version(operation.version), false).await?.0, Vec::new()),
-            None => self.choose(id, select, allow_fallback).await?,
+            Some(operation) => {
+                (self.choose(id, Select::Version(operation.version), false, deadline).await?.0, Vec::new())
+            }
+            None => self.choose(id, select, allow_fallback, deadline).await?,
         };
         let sandbox = self.describe(id).await?;
+        self.fits(&version, &sandbox, deadline).await?;
         passed(deadline)?;
         let operation = match unfinished {
             Some(operation) => operation,
             None => {
                 let operation = self.new_operation(id, &version, name, passed_over)?;
-                self.settle_superseded(id, &operation.id).await?;
+                let took_over = self.settle_superseded(id, &operation.id).await?;
                 self.put_operation(operation.clone()).await?;
+                // One that takes the place of another goes on: what the other had done is its own now.
+                if !took_over && let Err(late) = passed(deadline) {
+                    self.withdraw(&operation).await;
+                    return Err(late);
+                }
                 operation
             }
         };
         self.step("restore.recorded")?;
 
-        // From here on the delta's base is not what the sandbox is.
+        // The deadline is over with here. And from here on the delta's base is not what the sandbox is.
         self.attached.lock().remove(id);
         self.cancel(id, "the sandbox is being restored");
         self.forget_watch(id).await;
         self.kill(id).await?;
         self.step("restore.killed")?;
-        let replaced = self.swap_files(&operation, &version, sandbox, deadline).await?;
+        let replaced = self.swap_files(&operation, &version, sandbox).await?;
         self.step("restore.swapped")?;
         let process = self.bring_back(id, &version, &operation.id).await?;
         self.step("restore.started")?;
@@ -193,7 +198,7 @@ impl Inner {
             conversation: version.conversation,
             process,
             replaced,
-            lost: lineage::lost(&version, operation.last_turn),
+            lost: lineage::lost(&version, operation.last_turn, operation.more_turns),
             passed_over: operation.passed_over.clone(),
             effects: index
                 .sandboxes
@@ -213,6 +218,7 @@ impl Inner {
         id: &SandboxId,
         select: Select,
         allow_fallback: bool,
+        deadline: Option<Instant>,
     ) -> Result<(Arc<Manifest>, Vec<PassedOver>)> {
         let candidates = self.store.with(|index| match index.sandboxes.get(id) {
             Some(sandbox) => lineage::candidates(id, sandbox, select),
@@ -221,7 +227,7 @@ impl Inner {
         let mut passed_over = Vec::new();
         for candidate in candidates {
             let (version, error) = match candidate {
-                Ok(manifest) => match self.verify(&manifest).await {
+                Ok(manifest) => match self.verify(&manifest, deadline).await {
                     Ok(()) => return Ok((manifest, passed_over)),
                     Err(error) => (manifest.version, error),
                 },
@@ -242,7 +248,7 @@ impl Inner {
     }
 
     /// Checks that both halves are whole and can be restored here. A missing artifact is damage: the manifest named it.
-    async fn verify(&self, manifest: &Manifest) -> Result<()> {
+    async fn verify(&self, manifest: &Manifest, deadline: Option<Instant>) -> Result<()> {
         if manifest.filesystem.artifact().is_none() {
             return Err(Error::new(ErrorKind::Corrupt, format!("{} holds no files", manifest.version)));
         }
@@ -258,8 +264,21 @@ impl Inner {
         for artifact in manifest.artifacts() {
             let backend = self.backend_of(artifact)?;
             let artifact = artifact.clone();
-            let limit = self.options.deadlines.restore;
+            let limit = until(self.options.deadlines.restore, deadline);
             call("verify an artifact", limit, async move { backend.verify(&artifact).await }).await?;
+        }
+        Ok(())
+    }
+
+    /// Checks that a version can be put in place in this sandbox, as far as can be told without touching it.
+    pub(super) async fn fits(&self, manifest: &Manifest, sandbox: &Sandbox, deadline: Option<Instant>) -> Result<()> {
+        for artifact in manifest.artifacts() {
+            let backend = self.backend_of(artifact)?;
+            let (artifact, sandbox) = (artifact.clone(), sandbox.clone());
+            let limit = until(self.options.deadlines.host, deadline);
+            let asked = call("look at the sandbox", limit, async move { backend.fits(&artifact, &sandbox).await });
+            let version = manifest.version;
+            asked.await.map_err(|error| error.while_doing(format!("{version} cannot be restored into it")))?;
         }
         Ok(())
     }
@@ -276,13 +295,16 @@ impl Inner {
         let keep = keeps.then(|| names::artifact(self.next_version(id))).transpose()?;
         Ok(self.store.with(|index| {
             let sandbox = index.sandboxes.get(id);
+            let known = sandbox.map_or(TurnNumber(0), lineage::last_turn);
             Operation {
                 id: name,
                 sandbox: id.clone(),
                 kind: OperationKind::Restore,
                 version: version.version,
                 keep,
-                last_turn: sandbox.map_or(seen, |sandbox| lineage::last_turn(sandbox).max(seen)),
+                last_turn: known.max(seen),
+                // Turns that were seen since the store was opened are later than those that no file tells of.
+                more_turns: seen <= known && sandbox.is_some_and(lineage::may_miss_turns),
                 standing: sandbox.and_then(lineage::standing).map(|manifest| manifest.version),
                 passed_over,
                 sequence: index.operations.values().map(|operation| operation.sequence).max().unwrap_or(0) + 1,
@@ -296,19 +318,30 @@ impl Inner {
         blocking("record the operation", move || store.put_operation(operation)).await?
     }
 
-    /// Ends what an earlier restore of the sandbox left open. What it had replaced by then is kept as a version.
-    async fn settle_superseded(&self, id: &SandboxId, by: &OperationId) -> Result<()> {
+    /// Takes back the record of an operation that has touched nothing.
+    async fn withdraw(&self, operation: &Operation) {
+        let (store, owned) = (self.store.clone(), operation.id.clone());
+        let withdrawn = blocking("withdraw the operation", move || store.remove_operation(&owned)).await;
+        if let Err(error) = withdrawn.and_then(|withdrawn| withdrawn) {
+            tracing::warn!(operation = %operation.id, "it seems to have begun and has not: {error}");
+        }
+    }
+
+    /// Ends what an earlier restore of the sandbox left open, and tells whether there was any. What it had replaced by
+    /// then is kept as a version.
+    async fn settle_superseded(&self, id: &SandboxId, by: &OperationId) -> Result<bool> {
         let open: Vec<Operation> = self.store.with(|index| {
             let open = index.operations.values().filter(|op| op.sandbox == *id && op.outcome.is_none() && op.id != *by);
             open.cloned().collect()
         });
+        let found = !open.is_empty();
         for operation in open {
             if let Some(kept) = self.find_kept(&operation).await? {
                 self.keep_version(&operation, kept).await?;
             }
             self.put_operation(Operation { outcome: Some(Outcome::Superseded(by.clone())), ..operation }).await?;
         }
-        Ok(())
+        Ok(found)
     }
 
     pub(super) async fn kill(&self, id: &SandboxId) -> Result<()> {
@@ -331,7 +364,6 @@ impl Inner {
         operation: &Operation,
         version: &Manifest,
         sandbox: Sandbox,
-        deadline: Option<Instant>,
     ) -> Result<Option<VersionId>> {
         let stopped = |error: Error| match error.sandbox_condition() {
             None => error.condition(Condition::Stopped),
@@ -344,8 +376,9 @@ impl Inner {
             Some(_) => (None, names::attempt(&operation.id)?),
             None => (operation.keep.clone(), operation.id.clone()),
         };
+        let deadline = Instant::now().checked_add(self.options.deadlines.restore);
         let target = RestoreTarget { sandbox, operation: attempt, keep_replaced, inherited: Vec::new(), deadline };
-        let restored = self.restore_half(&version.filesystem, target, deadline).await.map_err(stopped)?;
+        let restored = self.restore_half(&version.filesystem, target).await.map_err(stopped)?;
         self.step("restore.files").map_err(stopped)?;
         let kept = match kept {
             Some(kept) => Some(kept),
@@ -361,26 +394,21 @@ impl Inner {
             let floor = sandbox.map_or(VersionId(1), crate::store::SandboxIndex::next_version);
             let restored = Restored { version: version.version, floor, operation: operation.id.clone() };
             let before = sandbox.map(|sandbox| sandbox.record.clone()).unwrap_or_default();
-            SandboxRecord { restored: Some(restored), ..before }
+            SandboxRecord { restored: Some(restored), detached: false, ..before }
         });
         self.put_record(&operation.sandbox, record).await.map_err(stopped)?;
         Ok(kept)
     }
 
     /// Restores a stored half within its limit.
-    pub(super) async fn restore_half(
-        &self,
-        half: &Half,
-        target: RestoreTarget,
-        deadline: Option<Instant>,
-    ) -> Result<Option<crab_core::Restored>> {
+    pub(super) async fn restore_half(&self, half: &Half, target: RestoreTarget) -> Result<Option<crab_core::Restored>> {
         let Some(artifact) = half.artifact() else { return Ok(None) };
         let backend = self.backend_of(artifact)?;
         let what = match artifact.domain {
             Domain::Filesystem => "restore the files",
             Domain::Process => "restore the processes",
         };
-        let limit = until(self.options.deadlines.restore, deadline);
+        let limit = self.options.deadlines.restore;
         let artifact = artifact.clone();
         call(what, limit, async move { backend.restore(&artifact, target).await }).await.map(Some)
     }
@@ -462,7 +490,7 @@ impl Inner {
             inherited,
             deadline: Instant::now().checked_add(self.options.deadlines.restore),
         };
-        let restored = self.restore_half(&version.process, target, None).await?.unwrap_or_default();
+        let restored = self.restore_half(&version.process, target).await?.unwrap_or_default();
         self.step("restore.processes")?;
         let Some(init) = restored.init else {
             return Err(Error::new(ErrorKind::Internal, "the process backend named no restored process"));

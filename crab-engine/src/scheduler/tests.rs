@@ -13,17 +13,28 @@ struct Arrival {
     capture: u64,
     persist: u64,
     fails_once: bool,
+    /// For so long it steps aside when it begins.
+    aside: u64,
 }
 
 fn arrivals(most: usize) -> impl Strategy<Value = Vec<Arrival>> {
     prop::collection::vec(
-        (0..60u64, 0..8u8, any::<bool>(), prop::option::of(0..30u64), 1..9u64, 1..9u64, prop::bool::weighted(0.1)),
+        (
+            0..60u64,
+            0..8u8,
+            any::<bool>(),
+            prop::option::of(0..30u64),
+            1..9u64,
+            1..9u64,
+            prop::bool::weighted(0.1),
+            prop_oneof![4 => Just(0u64), 1 => 1..20u64],
+        ),
         1..most,
     )
     .prop_map(|raw| {
         let mut all: Vec<Arrival> = raw
             .into_iter()
-            .map(|(at, sandbox, process, exposed_after, capture, persist, fails_once)| Arrival {
+            .map(|(at, sandbox, process, exposed_after, capture, persist, fails_once, aside)| Arrival {
                 at,
                 sandbox,
                 process,
@@ -31,6 +42,7 @@ fn arrivals(most: usize) -> impl Strategy<Value = Vec<Arrival>> {
                 capture,
                 persist,
                 fails_once,
+                aside,
             })
             .collect();
         all.sort_by_key(|arrival| arrival.at);
@@ -66,6 +78,7 @@ fn simulate(limits: Limits, arrivals: &[Arrival]) -> Trace {
     let mut work: HashMap<JobId, &Arrival> = HashMap::new();
     let mut failed: BTreeSet<JobId> = BTreeSet::new();
     let mut running: BTreeMap<(u64, JobId), Lane> = BTreeMap::new();
+    let mut aside: BTreeMap<(u64, JobId), Lane> = BTreeMap::new();
     let mut now = 0;
     loop {
         for (index, arrival) in arrivals.iter().enumerate() {
@@ -95,12 +108,25 @@ fn simulate(limits: Limits, arrivals: &[Arrival]) -> Trace {
                 _ => scheduler.advance(job, Lane::Persist, false),
             }
         }
+        while let Some(((_, job), lane)) =
+            aside.first_key_value().map(|(key, lane)| (*key, *lane)).filter(|e| e.0.0 <= now)
+        {
+            aside.pop_first();
+            scheduler.advance(job, lane, false);
+        }
         while let Some(start) = scheduler.start() {
             let arrival = work[&start.job];
+            if start.begins && arrival.aside > 0 {
+                scheduler.step_aside(start.job);
+                aside.insert((now + arrival.aside, start.job), start.lane);
+            }
             trace.starts.push(start);
             if start.begins {
                 assert!(trace.began.insert(start.job, now).is_none(), "a job began twice");
                 trace.order.entry(arrival.sandbox).or_default().push(start.job);
+            }
+            if start.begins && arrival.aside > 0 {
+                continue;
             }
             let takes = if start.lane == Lane::Persist { arrival.persist } else { arrival.capture };
             running.insert((now + takes, start.job), start.lane);
@@ -113,11 +139,11 @@ fn simulate(limits: Limits, arrivals: &[Arrival]) -> Trace {
             assert!(busy == limit || scheduler.depth(lane).0 == 0, "a worker idles while a job waits");
         }
         let mut sandboxes = BTreeSet::new();
-        for (_, job) in running.keys() {
+        for (_, job) in running.keys().chain(aside.keys()) {
             assert!(sandboxes.insert(work[job].sandbox), "two jobs of one sandbox at once");
         }
         now += 1;
-        if now > 60 && running.is_empty() {
+        if now > 60 && running.is_empty() && aside.is_empty() {
             assert!(scheduler.is_idle(), "a job never ended: {scheduler:?}");
             assert_eq!(scheduler.waiting(), 0);
             return trace;
@@ -162,6 +188,7 @@ proptest! {
             arrival.sandbox = u8::try_from(index).unwrap();
             arrival.process = true;
             arrival.fails_once = false;
+            arrival.aside = 0;
         }
         let index = chosen.index(arrivals.len());
         arrivals[index].exposed_after = None;
@@ -270,4 +297,31 @@ fn a_lane_that_rests_starts_nothing_and_keeps_the_places() {
     assert_eq!(scheduler.start().map(|start| start.job), Some(urgent));
     scheduler.finish(urgent);
     assert_eq!(scheduler.start().map(|start| start.job), Some(first));
+}
+
+#[test]
+fn a_job_that_steps_aside_gives_its_worker_to_others_and_keeps_its_place() {
+    let mut scheduler = Scheduler::new(one_at_a_time());
+    let aside = scheduler.submit(&"a", Lane::Process, false).unwrap().job;
+    scheduler.start().unwrap();
+    scheduler.step_aside(aside);
+    scheduler.step_aside(aside);
+    let other = scheduler.submit(&"b", Lane::Process, false).unwrap().job;
+    let third = scheduler.submit(&"c", Lane::Process, false).unwrap().job;
+    assert_eq!(scheduler.start().map(|start| start.job), Some(other));
+    // It is older than the third; and a promotion meanwhile counts.
+    let next = scheduler.submit(&"a", Lane::Process, true).unwrap().job;
+    assert!(scheduler.is_urgent(aside) && scheduler.is_urgent(next));
+    scheduler.advance(aside, Lane::Process, false);
+    assert_eq!(scheduler.start(), None, "the worker is taken");
+    scheduler.finish(other);
+    assert_eq!(scheduler.start(), Some(Start { job: aside, lane: Lane::Process, begins: false }));
+    scheduler.step_aside(aside);
+    assert_eq!(scheduler.start().map(|start| start.job), Some(third));
+    // It may end without a worker, too.
+    scheduler.finish(aside);
+    scheduler.finish(third);
+    assert_eq!(scheduler.start().map(|start| start.job), Some(next));
+    scheduler.finish(next);
+    assert!(scheduler.is_idle());
 }

@@ -7,7 +7,7 @@
 //! |---|---|---|---|---|
 //! | `FORMAT` | `crab-store 1` | with the store | never | yes, by hand |
 //! | `LOCK` | the owner's pid, for people; the lock is the kernel's (`flock`) and ends with the owner | with the store | never | yes, it may be deleted while no engine runs |
-//! | `sandboxes/ID/sandbox.json` | the highest version number ever given away, what the last restore went back to, where it was forked from | before the first checkpoint | when the sandbox is forgotten | partly: without it the newest manifest counts as the standing one |
+//! | `sandboxes/ID/sandbox.json` | the highest version number ever given away, what the last restore went back to, where it was forked from, whether somebody detached it | before the first checkpoint | when the sandbox is forgotten | partly: without it the newest manifest counts as the standing one |
 //! | `sandboxes/ID/versions/vN.json` | the manifest of version N. **The version exists while this file does.** | as the last step of a checkpoint | as the first step of removing the version | no |
 //! | `sandboxes/ID/versions/vN.removed` | version N is gone, its number is taken; the disk was too full to write that into the record | by a removal on a full disk | when the store is opened and there is room | yes, it may be deleted |
 //! | `sandboxes/ID/marks.json` | pins and labels of versions | with the first of them | when the sandbox is forgotten | no: while it cannot be read every version counts as pinned |

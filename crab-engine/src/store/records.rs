@@ -15,11 +15,13 @@ pub(crate) struct SandboxRecord {
     /// The last restore that put files in place.
     pub(crate) restored: Option<Restored>,
     pub(crate) forked_from: Option<ForkedFrom>,
+    /// Somebody detached it: it is not attached when the store is opened.
+    pub(crate) detached: bool,
 }
 
 impl Default for SandboxRecord {
     fn default() -> Self {
-        Self { highest: VersionId(0), restored: None, forked_from: None }
+        Self { highest: VersionId(0), restored: None, forked_from: None, detached: false }
     }
 }
 
@@ -30,6 +32,7 @@ impl SandboxRecord {
             highest: self.highest,
             restored: self.restored.clone(),
             forked_from: self.forked_from.clone(),
+            detached: self.detached,
         }
     }
 }
@@ -42,11 +45,18 @@ pub(super) struct SandboxFile {
     restored: Option<Restored>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     forked_from: Option<ForkedFrom>,
+    #[serde(default, skip_serializing_if = "is_false")]
+    detached: bool,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde asks for it")]
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 impl From<SandboxFile> for SandboxRecord {
     fn from(file: SandboxFile) -> Self {
-        Self { highest: file.highest, restored: file.restored, forked_from: file.forked_from }
+        Self { highest: file.highest, restored: file.restored, forked_from: file.forked_from, detached: file.detached }
     }
 }
 
@@ -96,6 +106,9 @@ pub(crate) struct Operation {
     pub(crate) keep: Option<ArtifactId>,
     /// The last turn that was seen before.
     pub(crate) last_turn: TurnNumber,
+    /// There may have been later ones: what would tell cannot be read.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub(crate) more_turns: bool,
     /// The version that stood before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) standing: Option<VersionId>,
