@@ -103,6 +103,9 @@ async fn roots_that_cannot_be_snapshotted_are_refused_before_anything_changes() 
     let backend = pool.backend();
     let mut sandbox = pool.sandbox("one");
     let good = sandbox.root.clone();
+    // A restore into them is refused as early, while the sandbox may run; only a root that is not there may be made.
+    let artifact = capture(&backend, &sandbox, "whole").await.unwrap().persist().await.unwrap();
+    backend.fits(&artifact, &sandbox).await.unwrap();
 
     for (root, kind, says) in [
         (other.sandbox("one").root, ErrorKind::InvalidInput, "not on the btrfs filesystem"),
@@ -115,7 +118,12 @@ async fn roots_that_cannot_be_snapshotted_are_refused_before_anything_changes() 
         let error = capture(&backend, &sandbox, "a").await.err().unwrap();
         assert_eq!(error.kind(), kind, "{error}");
         assert!(error.to_string().contains(says), "{error}");
+        match backend.fits(&artifact, &sandbox).await {
+            Err(error) => assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}"),
+            Ok(()) => assert_eq!(kind, ErrorKind::NotFound),
+        }
     }
+    backend.remove(&artifact).await.unwrap();
     // A symbolic link could be turned elsewhere between look and use.
     let link = pool.path().join("link");
     std::os::unix::fs::symlink(&good, &link).unwrap();

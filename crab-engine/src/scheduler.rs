@@ -20,9 +20,15 @@
 //!   place.
 //! - **Bounded.** At most [`Limits::waiting`] requests wait; the next is refused.
 //!
-//! Every call takes time logarithmic in the number of jobs.
+//! A call takes time logarithmic in the number of jobs that wait, and touches few places in memory.
 
-use std::collections::BTreeMap;
+mod slots;
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::Hash;
+
+use slots::Slots;
 
 /// How much runs at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +66,11 @@ pub enum Lane {
 
 /// Names a job, in the order in which jobs were made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct JobId(u64);
+pub struct JobId {
+    /// Smaller is older: its place among all jobs.
+    made: u64,
+    slot: usize,
+}
 
 /// A request was accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,11 +107,11 @@ enum State {
 }
 
 #[derive(Debug)]
-struct Job<S> {
-    sandbox: S,
+struct Job {
+    id: JobId,
+    /// The slot of its sandbox.
+    sandbox: usize,
     lane: Lane,
-    /// Its place among all jobs of the lane: smaller is older.
-    age: u64,
     /// Its place among the urgent ones, where it is urgent.
     urgent: Option<u64>,
     state: State,
@@ -111,7 +121,7 @@ struct Job<S> {
 
 #[derive(Debug, Default)]
 struct LaneQueue {
-    by_age: BTreeMap<u64, JobId>,
+    by_age: BTreeSet<JobId>,
     by_urgency: BTreeMap<u64, JobId>,
     running: usize,
     rests: bool,
@@ -121,7 +131,7 @@ struct LaneQueue {
 
 impl LaneQueue {
     fn choose(&self, burst: u32) -> Option<JobId> {
-        let oldest = self.by_age.first_key_value()?.1;
+        let oldest = self.by_age.first()?;
         match self.by_urgency.first_key_value() {
             Some((_, urgent)) if self.passed < burst => Some(*urgent),
             _ => Some(*oldest),
@@ -129,8 +139,10 @@ impl LaneQueue {
     }
 }
 
-#[derive(Debug, Default)]
-struct Pair {
+/// The jobs of one sandbox.
+#[derive(Debug)]
+struct Pair<S> {
+    sandbox: S,
     begun: Option<JobId>,
     open: Option<JobId>,
 }
@@ -141,12 +153,14 @@ pub struct Scheduler<S> {
     limits: Limits,
     next: u64,
     lanes: [LaneQueue; 3],
-    jobs: BTreeMap<JobId, Job<S>>,
-    sandboxes: BTreeMap<S, Pair>,
+    jobs: Slots<Job>,
+    /// Sandboxes that have a job, and where they are by their names.
+    sandboxes: Slots<Pair<S>>,
+    names: HashMap<S, usize>,
     waiting: usize,
 }
 
-impl<S: Ord + Clone> Scheduler<S> {
+impl<S: Eq + Hash + Clone> Scheduler<S> {
     /// An idle scheduler. Limits of 0 workers are taken as 1.
     #[must_use]
     pub fn new(mut limits: Limits) -> Self {
@@ -157,8 +171,9 @@ impl<S: Ord + Clone> Scheduler<S> {
             limits,
             next: 0,
             lanes: Default::default(),
-            jobs: BTreeMap::new(),
-            sandboxes: BTreeMap::new(),
+            jobs: Slots::default(),
+            sandboxes: Slots::default(),
+            names: HashMap::new(),
             waiting: 0,
         }
     }
@@ -173,24 +188,19 @@ impl<S: Ord + Clone> Scheduler<S> {
             return Err(QueueFull);
         }
         self.waiting += 1;
-        let pair = self.sandboxes.entry(sandbox.clone()).or_default();
-        let (job, shared) = match pair.open {
-            Some(job) => (job, true),
-            None => {
-                let age = self.next;
-                self.next += 1;
-                let job = JobId(age);
-                pair.open = Some(job);
-                let state = if pair.begun.is_some() { State::Parked } else { State::Queued };
-                let made = Job { sandbox: sandbox.clone(), lane, age, urgent: None, state, begun: false, requests: 0 };
-                self.jobs.insert(job, made);
-                if state == State::Queued {
-                    self.enqueue(job);
-                }
-                (job, false)
+        let place = match self.names.entry(sandbox.clone()) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(new) => {
+                let pair = Pair { sandbox: sandbox.clone(), begun: None, open: None };
+                *new.insert(self.sandboxes.insert(pair))
             }
         };
-        if let Some(entry) = self.jobs.get_mut(&job) {
+        let open = self.sandboxes.get(place).and_then(|pair| pair.open);
+        let (job, shared) = match open {
+            Some(job) => (job, true),
+            None => (self.make(place, lane), false),
+        };
+        if let Some(entry) = self.job_mut(job) {
             entry.requests += 1;
             // A capture with processes serves a request for files alone; not the other way round.
             if entry.lane == Lane::Filesystem && lane == Lane::Process {
@@ -198,7 +208,7 @@ impl<S: Ord + Clone> Scheduler<S> {
                 if queued {
                     self.dequeue(job);
                 }
-                if let Some(entry) = self.jobs.get_mut(&job) {
+                if let Some(entry) = self.job_mut(job) {
                     entry.lane = Lane::Process;
                 }
                 if queued {
@@ -212,25 +222,50 @@ impl<S: Ord + Clone> Scheduler<S> {
         Ok(Submitted { job, shared })
     }
 
+    /// Makes the open job of a sandbox.
+    fn make(&mut self, sandbox: usize, lane: Lane) -> JobId {
+        let job = JobId { made: self.next, slot: self.jobs.next() };
+        self.next += 1;
+        let begun = self.sandboxes.get_mut(sandbox).and_then(|pair| {
+            pair.open = Some(job);
+            pair.begun
+        });
+        let state = if begun.is_some() { State::Parked } else { State::Queued };
+        self.jobs.insert(Job { id: job, sandbox, lane, urgent: None, state, begun: false, requests: 0 });
+        if state == State::Queued {
+            self.enqueue(job);
+        }
+        job
+    }
+
+    fn job(&self, job: JobId) -> Option<&Job> {
+        self.jobs.get(job.slot).filter(|found| found.id == job)
+    }
+
+    fn job_mut(&mut self, job: JobId) -> Option<&mut Job> {
+        self.jobs.get_mut(job.slot).filter(|found| found.id == job)
+    }
+
     /// Somebody waits for this job now. Does nothing where the job is urgent or gone.
     ///
     /// The sandbox's job that has begun, where this one waits for it, becomes urgent too.
     pub fn promote(&mut self, job: JobId) {
-        let Some(entry) = self.jobs.get(&job) else { return };
-        let blocker = match self.sandboxes.get(&entry.sandbox) {
+        let Some(entry) = self.job(job) else { return };
+        let blocker = match self.sandboxes.get(entry.sandbox) {
             Some(pair) if pair.open == Some(job) => pair.begun,
             _ => None,
         };
         for job in blocker.into_iter().chain([job]) {
             let place = self.next;
-            if let Some(entry) = self.jobs.get_mut(&job)
-                && entry.urgent.is_none()
-            {
-                self.next += 1;
-                entry.urgent = Some(place);
-                if entry.state == State::Queued {
-                    self.lane(job).by_urgency.insert(place, job);
-                }
+            let Some(entry) = self.job_mut(job) else { continue };
+            if entry.urgent.is_some() {
+                continue;
+            }
+            entry.urgent = Some(place);
+            let (queued, lane) = (entry.state == State::Queued, entry.lane);
+            self.next += 1;
+            if queued {
+                self.lanes[lane as usize].by_urgency.insert(place, job);
             }
         }
     }
@@ -246,20 +281,22 @@ impl<S: Ord + Clone> Scheduler<S> {
                 continue;
             }
             let Some(job) = queue.choose(burst) else { continue };
-            let oldest = queue.by_age.first_key_value().map(|(_, oldest)| *oldest);
+            let oldest = queue.by_age.first().copied();
             self.dequeue(job);
             let queue = &mut self.lanes[lane as usize];
             queue.running += 1;
             queue.passed = if oldest == Some(job) { 0 } else { queue.passed.saturating_add(1) };
-            let Some(entry) = self.jobs.get_mut(&job) else { continue };
+            let Some(entry) = self.job_mut(job) else { continue };
             entry.state = State::Running;
             let begins = !entry.begun;
             entry.begun = true;
             if begins {
-                self.waiting -= entry.requests;
-                let pair = self.sandboxes.entry(entry.sandbox.clone()).or_default();
-                pair.open = None;
-                pair.begun = Some(job);
+                let (requests, sandbox) = (entry.requests, entry.sandbox);
+                self.waiting -= requests;
+                if let Some(pair) = self.sandboxes.get_mut(sandbox) {
+                    pair.open = None;
+                    pair.begun = Some(job);
+                }
             }
             return Some(Start { job, lane, begins });
         }
@@ -274,10 +311,11 @@ impl<S: Ord + Clone> Scheduler<S> {
     /// A job that runs gives its worker to others, since it waits for something that no worker can give it. It goes on
     /// by [`advance`](Self::advance), also to the same lane.
     pub fn step_aside(&mut self, job: JobId) {
-        let Some(entry) = self.jobs.get_mut(&job) else { return };
+        let Some(entry) = self.job_mut(job) else { return };
         if entry.state == State::Running {
             entry.state = State::Aside;
-            self.lanes[entry.lane as usize].running -= 1;
+            let lane = entry.lane;
+            self.lanes[lane as usize].running -= 1;
         }
     }
 
@@ -287,7 +325,7 @@ impl<S: Ord + Clone> Scheduler<S> {
     /// failed capture is tried again. It keeps its age, and no further request shares it.
     pub fn advance(&mut self, job: JobId, lane: Lane, urgent: bool) {
         self.step_aside(job);
-        let Some(entry) = self.jobs.get_mut(&job) else { return };
+        let Some(entry) = self.job_mut(job) else { return };
         if entry.state != State::Aside {
             return;
         }
@@ -301,17 +339,18 @@ impl<S: Ord + Clone> Scheduler<S> {
 
     /// A job has ended, well or badly. The sandbox's next job may now start.
     pub fn finish(&mut self, job: JobId) {
-        let Some(entry) = self.jobs.get(&job) else { return };
+        let Some(entry) = self.job(job) else { return };
+        let lane = entry.lane;
         match entry.state {
-            State::Running => self.lanes[entry.lane as usize].running -= 1,
+            State::Running => self.lanes[lane as usize].running -= 1,
             State::Queued => self.dequeue(job),
             State::Parked | State::Aside => {}
         }
-        let Some(entry) = self.jobs.remove(&job) else { return };
+        let Some(entry) = self.jobs.remove(job.slot) else { return };
         if !entry.begun {
             self.waiting -= entry.requests;
         }
-        let Some(pair) = self.sandboxes.get_mut(&entry.sandbox) else { return };
+        let Some(pair) = self.sandboxes.get_mut(entry.sandbox) else { return };
         if pair.open == Some(job) {
             pair.open = None;
         }
@@ -320,10 +359,12 @@ impl<S: Ord + Clone> Scheduler<S> {
         }
         match (pair.begun, pair.open) {
             (None, None) => {
-                self.sandboxes.remove(&entry.sandbox);
+                if let Some(pair) = self.sandboxes.remove(entry.sandbox) {
+                    self.names.remove(&pair.sandbox);
+                }
             }
             (None, Some(open)) => {
-                if let Some(next) = self.jobs.get_mut(&open)
+                if let Some(next) = self.job_mut(open)
                     && next.state == State::Parked
                 {
                     next.state = State::Queued;
@@ -336,21 +377,25 @@ impl<S: Ord + Clone> Scheduler<S> {
 
     /// Cancels the sandbox's job that has not begun, and names it. One that has begun goes on.
     pub fn cancel(&mut self, sandbox: &S) -> Option<JobId> {
-        let job = self.sandboxes.get(sandbox)?.open?;
+        let job = self.pair(sandbox)?.open?;
         self.finish(job);
         Some(job)
+    }
+
+    fn pair(&self, sandbox: &S) -> Option<&Pair<S>> {
+        self.sandboxes.get(*self.names.get(sandbox)?)
     }
 
     /// The sandbox's job that has begun, where there is one.
     #[must_use]
     pub fn begun(&self, sandbox: &S) -> Option<JobId> {
-        self.sandboxes.get(sandbox)?.begun
+        self.pair(sandbox)?.begun
     }
 
     /// Whether somebody waits for this job.
     #[must_use]
     pub fn is_urgent(&self, job: JobId) -> bool {
-        self.jobs.get(&job).is_some_and(|entry| entry.urgent.is_some())
+        self.job(job).is_some_and(|entry| entry.urgent.is_some())
     }
 
     /// How many jobs wait in a lane, urgent ones included, and how many of them are urgent.
@@ -380,30 +425,23 @@ impl<S: Ord + Clone> Scheduler<S> {
         }
     }
 
-    fn lane(&mut self, job: JobId) -> &mut LaneQueue {
-        let lane = self.jobs.get(&job).map_or(Lane::Filesystem, |entry| entry.lane);
-        &mut self.lanes[lane as usize]
-    }
-
     fn enqueue(&mut self, job: JobId) {
-        if let Some(Job { age, urgent, .. }) = self.jobs.get(&job) {
-            let (age, urgent) = (*age, *urgent);
-            let queue = self.lane(job);
-            queue.by_age.insert(age, job);
-            if let Some(place) = urgent {
-                queue.by_urgency.insert(place, job);
-            }
+        let Some(Job { lane, urgent, .. }) = self.job(job) else { return };
+        let (lane, urgent) = (*lane, *urgent);
+        let queue = &mut self.lanes[lane as usize];
+        queue.by_age.insert(job);
+        if let Some(place) = urgent {
+            queue.by_urgency.insert(place, job);
         }
     }
 
     fn dequeue(&mut self, job: JobId) {
-        if let Some(Job { age, urgent, .. }) = self.jobs.get(&job) {
-            let (age, urgent) = (*age, *urgent);
-            let queue = self.lane(job);
-            queue.by_age.remove(&age);
-            if let Some(place) = urgent {
-                queue.by_urgency.remove(&place);
-            }
+        let Some(Job { lane, urgent, .. }) = self.job(job) else { return };
+        let (lane, urgent) = (*lane, *urgent);
+        let queue = &mut self.lanes[lane as usize];
+        queue.by_age.remove(&job);
+        if let Some(place) = urgent {
+            queue.by_urgency.remove(&place);
         }
     }
 }

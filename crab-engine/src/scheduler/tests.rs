@@ -94,7 +94,8 @@ fn simulate(limits: Limits, arrivals: &[Arrival]) -> Trace {
                 scheduler.promote(job);
             }
         }
-        let due: Vec<_> = running.range(..=(now, JobId(u64::MAX))).map(|(key, lane)| (*key, *lane)).collect();
+        let due: Vec<_> =
+            running.range(..=(now, JobId { made: u64::MAX, slot: 0 })).map(|(key, lane)| (*key, *lane)).collect();
         for ((at, job), lane) in due {
             running.remove(&(at, job));
             match lane {
