@@ -6,12 +6,20 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use futures_util::Stream;
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
 
 use crate::patience::Patient;
 use crate::turn::recording::Subscription;
+use crate::upstream::DownBody;
 
 pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Less than this is a small part of the buffer that it was read into.
+pub(crate) const SMALL: usize = 4096;
+
+/// A piece of a body that keeps no more memory than its own, or twice as much.
+pub(crate) fn owned(piece: Bytes) -> Bytes {
+    if piece.len() < SMALL { Bytes::copy_from_slice(&piece) } else { piece }
+}
 
 /// Called once, when a whole answer has been handed to the client's connection.
 pub(crate) type OnDelivered = Box<dyn FnOnce() + Send>;
@@ -21,7 +29,7 @@ pub(crate) enum OutBody {
     /// In one piece.
     Full(Option<Bytes>),
     /// Straight from the model's server.
-    Upstream(Patient<Incoming>),
+    Upstream(Patient<DownBody>),
     /// A turn's answer.
     Reading(Reading),
     /// A turn's answer that was held so long that the client had to be kept.

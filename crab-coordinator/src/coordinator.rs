@@ -19,7 +19,7 @@ use crate::journal::{Journal, JournalLimits};
 use crate::provider::{self, Provider};
 use crate::resolve::SandboxResolver;
 use crate::respond::KeepAlive;
-use crate::server::{Listen, Listener, Serving};
+use crate::server::{Listen, Listener, Serving, told};
 use crate::service::{Limits, Shared};
 use crate::turn::Turns;
 use crate::turn::driver::Grace;
@@ -304,6 +304,14 @@ impl Builder {
             beyond_loopback: self.beyond_loopback,
             admin: Mutex::new(None),
         };
+        let upstream = Arc::clone(&coordinator.shared.upstream);
+        let mut stop = coordinator.stopped.clone();
+        coordinator.tasks.lock().spawn(async move {
+            tokio::select! {
+                () = upstream.tidy() => {}
+                () = told(&mut stop) => {}
+            }
+        });
         for (listen, resolver) in self.listeners {
             coordinator.add(&listen, resolver).await?;
         }

@@ -8,14 +8,14 @@ use std::collections::VecDeque;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use tokio::sync::oneshot;
 
-use crate::body::BoxError;
+use crate::body::{BoxError, SMALL};
 use crate::digest::{RequestDigest, RequestHasher};
 use crate::patience::Patient;
 
@@ -39,6 +39,8 @@ pub(crate) struct Promise {
 #[derive(Debug, Default)]
 pub(crate) struct Collected {
     pieces: VecDeque<Bytes>,
+    /// Small pieces that came after those. Each by itself would keep the buffer that it was read into.
+    small: BytesMut,
     trailers: Option<HeaderMap>,
     left: u64,
     /// Whether the length was declared; else the body is sent in chunks, as it came.
@@ -60,20 +62,19 @@ impl Intake {
         while collected.left <= limit {
             match body.frame().await {
                 None => {
+                    collected.gather();
                     return Ok(Self::Whole { body: collected, digest: hasher.finish() });
                 }
                 Some(frame) => match frame?.into_data() {
                     Ok(data) => {
                         hasher.update(&data);
-                        collected.left += data.len() as u64;
-                        if !data.is_empty() {
-                            collected.pieces.push_back(data);
-                        }
+                        collected.push(data);
                     }
                     Err(frame) => collected.trailers = frame.into_trailers().ok(),
                 },
             }
         }
+        collected.gather();
         let (digest_sender, digest) = oneshot::channel();
         let (proceed, may_proceed) = oneshot::channel();
         let long = LongBody {
@@ -85,6 +86,24 @@ impl Intake {
             declared,
         };
         Ok(Self::Long(long, Promise { digest, proceed }))
+    }
+}
+
+impl Collected {
+    fn push(&mut self, piece: Bytes) {
+        self.left += piece.len() as u64;
+        if piece.len() < SMALL {
+            self.small.extend_from_slice(&piece);
+        } else {
+            self.gather();
+            self.pieces.push_back(piece);
+        }
+    }
+
+    fn gather(&mut self) {
+        if !self.small.is_empty() {
+            self.pieces.push_back(std::mem::take(&mut self.small).freeze());
+        }
     }
 }
 

@@ -66,6 +66,7 @@ pub mod fuzzing;
 mod headers;
 mod intake;
 mod journal;
+mod line;
 mod linger;
 pub mod names;
 mod patience;

@@ -14,6 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::body::BoxError;
+use crate::provider::{Failure, FailureKind};
 
 /// A clock that runs only while something is waited for.
 #[derive(Debug)]
@@ -71,6 +72,21 @@ pub(crate) enum OutOfBounds {
     Slow,
     /// It is longer than so many bytes.
     Long(u64),
+}
+
+impl OutOfBounds {
+    /// What an agent hears whose request's body it was.
+    pub(crate) fn failure(self) -> Failure {
+        match self {
+            Self::Long(limit) => Failure::new(
+                FailureKind::TooLong,
+                format!("The request's body is longer than the {limit} bytes that the coordinator takes."),
+            ),
+            Self::Silent(_) | Self::Slow => {
+                Failure::new(FailureKind::BadRequest, format!("The request's body broke off: {self}."))
+            }
+        }
+    }
 }
 
 impl fmt::Display for OutOfBounds {

@@ -27,7 +27,7 @@ use crate::respond::{KeepAlive, error_response, is_plain, respond};
 use crate::server::told;
 use crate::turn::driver::{Driver, Grace};
 use crate::turn::{Admitted, Asked, Ticket, Turns, Work};
-use crate::upstream::{UpBody, Upstream, ask_for};
+use crate::upstream::{DownBody, UpBody, Upstream, ask_for};
 
 /// What all connections share.
 pub(crate) struct Shared {
@@ -69,11 +69,11 @@ impl Shared {
         let (kind, response) = match known {
             Some((provider, RequestKind::Turn)) => match self.turn_of(&parts, sandbox.clone()) {
                 Ok(sandbox) if fits => ("turn", self.turn(sandbox, provider, parts, body, bounds).await),
-                Ok(_) => ("refused", refuse(&*provider, too_long(bounds.bytes))),
+                Ok(_) => ("refused", refuse(&*provider, OutOfBounds::Long(bounds.bytes).failure())),
                 Err(failure) => ("refused", refuse(&*provider, failure)),
             },
             _ if !fits => {
-                let failure = too_long(bounds.bytes);
+                let failure = OutOfBounds::Long(bounds.bytes).failure();
                 ("refused", error_response(plain_error(&failure), &failure))
             }
             Some((_, RequestKind::Auxiliary)) => ("auxiliary", self.pass(parts, body, bounds).await),
@@ -150,7 +150,7 @@ impl Shared {
     }
 
     /// From here on bytes are carried both ways until either side ends, or the coordinator does.
-    fn switch(&self, mut response: Response<Incoming>, agent: Option<OnUpgrade>) -> Response<OutBody> {
+    fn switch(&self, mut response: Response<DownBody>, agent: Option<OnUpgrade>) -> Response<OutBody> {
         let model = hyper::upgrade::on(&mut response);
         let protocol = response.headers().get(header::UPGRADE).cloned();
         let (Some(agent), Some(protocol)) = (agent, protocol) else {
@@ -216,9 +216,9 @@ impl Shared {
         let intake = match Intake::read(body, hasher, self.request_buffer).await {
             Ok(intake) => intake,
             Err(error) => {
-                let failure = match error.downcast_ref() {
-                    Some(OutOfBounds::Long(limit)) => too_long(*limit),
-                    _ => Failure::new(FailureKind::BadRequest, format!("The request's body broke off: {error}.")),
+                let failure = match error.downcast_ref::<OutOfBounds>() {
+                    Some(bound) => bound.failure(),
+                    None => Failure::new(FailureKind::BadRequest, format!("The request's body broke off: {error}.")),
                 };
                 return refuse(&*provider, failure);
             }
@@ -295,7 +295,7 @@ impl Shared {
     /// Gets the answer going, where nobody else does, and attends to the gate of a new turn.
     fn work<F>(&self, ticket: &mut Ticket, provider: &Arc<dyn Provider>, bounds: Bounds, response: F)
     where
-        F: Future<Output = Result<Response<Incoming>, Failure>> + Send + 'static,
+        F: Future<Output = Result<Response<DownBody>, Failure>> + Send + 'static,
     {
         let driver = Driver {
             turns: Arc::clone(&self.turns),
@@ -331,13 +331,6 @@ impl Shared {
 
 fn refuse(provider: &dyn Provider, failure: Failure) -> Response<OutBody> {
     error_response(provider.error(&failure), &failure)
-}
-
-fn too_long(limit: u64) -> Failure {
-    Failure::new(
-        FailureKind::TooLong,
-        format!("The request's body is longer than the {limit} bytes that the coordinator takes."),
-    )
 }
 
 /// A task that ends with its owner.

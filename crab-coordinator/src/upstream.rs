@@ -1,6 +1,9 @@
 //! The model's server.
 
 use std::error::Error as StdError;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -8,6 +11,7 @@ use crab_core::{Error, ErrorKind, Result};
 use http::header::{self, HeaderMap, HeaderValue};
 use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{Request, Response, Uri, Version};
+use http_body::{Body, Frame, SizeHint};
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::Incoming;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
@@ -18,19 +22,55 @@ use parking_lot::RwLock;
 
 use crate::body::BoxError;
 use crate::headers::strip_hop_by_hop;
+use crate::line::{LineBody, Lines, Unsent};
+use crate::patience::OutOfBounds;
 use crate::provider::{Failure, FailureKind};
 use crate::tls;
 
 /// The body of a request on its way to the model.
 pub(crate) type UpBody = UnsyncBoxBody<Bytes, BoxError>;
 
+/// The body of the model's answer.
+pub(crate) enum DownBody {
+    Line(LineBody),
+    Pooled(Incoming),
+}
+
+impl Body for DownBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        match &mut *self {
+            Self::Line(body) => Pin::new(body).poll_frame(cx),
+            Self::Pooled(body) => Pin::new(body).poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Line(body) => body.is_end_stream(),
+            Self::Pooled(body) => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Line(body) => body.size_hint(),
+            Self::Pooled(body) => body.size_hint(),
+        }
+    }
+}
+
 /// Where requests go.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Base {
     scheme: Scheme,
     /// Whether the server is known to speak HTTP/2 without TLS.
     http2: bool,
     authority: Authority,
+    /// The same as a header.
+    host: HeaderValue,
     /// Without a trailing slash.
     path: String,
 }
@@ -59,22 +99,21 @@ impl Base {
             return Err(refuse("holds a query"));
         }
         let path = path_and_query.map_or(String::new(), |path| path.path().trim_end_matches('/').to_owned());
-        Ok(Self { scheme, http2, authority, path })
+        let host = HeaderValue::from_str(authority.as_str()).map_err(|_| refuse("has a host that is none"))?;
+        Ok(Self { scheme, http2, authority, host, path })
     }
 
-    fn uri(&self, request: &Uri) -> Option<Uri> {
-        let path_and_query = request.path_and_query().map_or("/", PathAndQuery::as_str);
-        let path_and_query = if self.path.is_empty() {
-            request.path_and_query().cloned()?
-        } else {
-            PathAndQuery::try_from(format!("{}{path_and_query}", self.path)).ok()?
-        };
-        Uri::builder()
-            .scheme(self.scheme.clone())
-            .authority(self.authority.clone())
-            .path_and_query(path_and_query)
-            .build()
-            .ok()
+    fn path_and_query(&self, request: &Uri) -> Option<PathAndQuery> {
+        let path_and_query = request.path_and_query()?;
+        if self.path.is_empty() {
+            return Some(path_and_query.clone());
+        }
+        PathAndQuery::try_from(format!("{}{path_and_query}", self.path)).ok()
+    }
+
+    fn uri(&self, path_and_query: PathAndQuery) -> Option<Uri> {
+        let builder = Uri::builder().scheme(self.scheme.clone()).authority(self.authority.clone());
+        builder.path_and_query(path_and_query).build().ok()
     }
 }
 
@@ -90,16 +129,19 @@ pub(crate) struct UpstreamOptions {
 
 type Connector = HttpsConnector<HttpConnector>;
 
-/// The model's server, with a pool of connections. A request is sent once: where a connection breaks after any byte of
-/// it may have been sent, the agent gets an error and decides itself.
+/// The model's server, with connections that are kept. A request is sent once: where a connection breaks after any byte
+/// of it may have been sent, the agent gets an error and decides itself.
 #[derive(Debug)]
 pub(crate) struct Upstream {
+    /// For servers without TLS.
+    lines: Arc<Lines>,
+    /// For those with it, which say themselves whether they speak HTTP/2.
     client: Client<Connector, UpBody>,
     /// For servers that speak HTTP/2 without TLS.
     prior: Client<Connector, UpBody>,
     /// HTTP/1.1 alone knows how to change to another protocol.
     upgrading: Client<Connector, UpBody>,
-    base: RwLock<Base>,
+    base: RwLock<Arc<Base>>,
     answer_timeout: Duration,
 }
 
@@ -108,17 +150,18 @@ impl Upstream {
     pub(crate) fn new(url: &str, options: &UpstreamOptions) -> Result<Self> {
         let base = Base::parse(url)?;
         let tls = tls::config(&options.extra_roots)?;
+        let mut http = HttpConnector::new();
+        http.set_nodelay(true);
+        http.set_connect_timeout(Some(options.connect_timeout));
+        http.set_keepalive(Some(Duration::from_secs(60)));
+        let lines = Lines::new(http.clone());
+        http.enforce_http(false);
         let connector = |http2: bool| {
-            let mut http = HttpConnector::new();
-            http.set_nodelay(true);
-            http.enforce_http(false);
-            http.set_connect_timeout(Some(options.connect_timeout));
-            http.set_keepalive(Some(Duration::from_secs(60)));
             let builder = HttpsConnectorBuilder::new().with_tls_config(tls.clone()).https_or_http();
             if http2 {
-                builder.enable_all_versions().wrap_connector(http)
+                builder.enable_all_versions().wrap_connector(http.clone())
             } else {
-                builder.enable_http1().wrap_connector(http)
+                builder.enable_http1().wrap_connector(http.clone())
             }
         };
         let mut builder = Client::builder(TokioExecutor::new());
@@ -129,50 +172,41 @@ impl Upstream {
             .http1_max_buf_size(64 * 1024)
             .http2_keep_alive_interval(Duration::from_secs(30));
         Ok(Self {
+            lines,
             client: builder.build(connector(true)),
             upgrading: builder.build(connector(false)),
             prior: builder.http2_only(true).build(connector(true)),
-            base: RwLock::new(base),
+            base: RwLock::new(Arc::new(base)),
             answer_timeout: options.answer_timeout,
         })
     }
 
     /// Sends requests elsewhere from now on.
     pub(crate) fn set(&self, url: &str) -> Result<()> {
-        *self.base.write() = Base::parse(url)?;
+        *self.base.write() = Arc::new(Base::parse(url)?);
         Ok(())
+    }
+
+    /// Closes connections that are of no use any more, as long as it is polled.
+    pub(crate) async fn tidy(&self) {
+        self.lines.tidy().await;
     }
 
     /// Sends a request. Dropping the future or the response's body closes the connection or resets the stream, which
     /// cancels the request.
-    pub(crate) async fn send(&self, request: Request<UpBody>) -> Result<Response<Incoming>, Failure> {
+    pub(crate) async fn send(&self, request: Request<UpBody>) -> Result<Response<DownBody>, Failure> {
         self.send_with(request, None).await
     }
 
     /// Sends a request that asks for another protocol.
     pub(crate) async fn send_with(
         &self,
-        mut request: Request<UpBody>,
+        request: Request<UpBody>,
         upgrade: Option<HeaderValue>,
-    ) -> Result<Response<Incoming>, Failure> {
-        let base = self.base.read().clone();
-        let Some(uri) = base.uri(request.uri()) else {
-            return Err(Failure::new(FailureKind::BadRequest, "The request's path cannot be forwarded."));
-        };
-        *request.uri_mut() = uri;
-        *request.version_mut() = Version::HTTP_11;
-        prepare(request.headers_mut());
-        let client = match upgrade {
-            None if base.http2 => &self.prior,
-            None => &self.client,
-            Some(protocol) => {
-                ask_for(request.headers_mut(), protocol);
-                &self.upgrading
-            }
-        };
-        match tokio::time::timeout(self.answer_timeout, client.request(request)).await {
-            Ok(Ok(response)) => Ok(response),
-            Ok(Err(error)) => Err(unanswered(&base.authority, &error)),
+    ) -> Result<Response<DownBody>, Failure> {
+        let base = Arc::clone(&self.base.read());
+        match tokio::time::timeout(self.answer_timeout, self.answer(&base, request, upgrade)).await {
+            Ok(answer) => answer,
             Err(_) => Err(Failure::new(
                 FailureKind::UpstreamTimedOut,
                 format!(
@@ -183,22 +217,75 @@ impl Upstream {
             )),
         }
     }
+
+    async fn answer(
+        &self,
+        base: &Base,
+        mut request: Request<UpBody>,
+        upgrade: Option<HeaderValue>,
+    ) -> Result<Response<DownBody>, Failure> {
+        let unusable = || Failure::new(FailureKind::BadRequest, "The request's path cannot be forwarded.");
+        let path_and_query = base.path_and_query(request.uri()).ok_or_else(unusable)?;
+        *request.version_mut() = Version::HTTP_11;
+        prepare(request.headers_mut());
+        if base.scheme == Scheme::HTTP && !base.http2 && upgrade.is_none() {
+            request.headers_mut().insert(header::HOST, base.host.clone());
+            *request.uri_mut() = path_and_query.into();
+            let answer = self.lines.send(&base.authority, request).await;
+            return answer.map(|response| response.map(DownBody::Line)).map_err(|error| match error {
+                Unsent::Unreachable(error) => unreachable(&base.authority, &*error),
+                Unsent::Broken(error) => unanswered(&base.authority, &error),
+            });
+        }
+        *request.uri_mut() = base.uri(path_and_query).ok_or_else(unusable)?;
+        let client = match upgrade {
+            None if base.http2 => &self.prior,
+            None => &self.client,
+            Some(protocol) => {
+                ask_for(request.headers_mut(), protocol);
+                &self.upgrading
+            }
+        };
+        let answer = client.request(request).await;
+        answer.map(|response| response.map(DownBody::Pooled)).map_err(|error| {
+            if error.is_connect() { unreachable(&base.authority, &error) } else { unanswered(&base.authority, &error) }
+        })
+    }
 }
 
-fn unanswered(authority: &Authority, error: &hyper_util::client::legacy::Error) -> Failure {
+fn unreachable(authority: &Authority, error: &(dyn StdError + 'static)) -> Failure {
     let why = causes(error);
     Failure::new(
         FailureKind::UpstreamUnreachable,
-        if error.is_connect() {
-            format!(
-                "The model's server at {authority} cannot be reached ({why}). Check that it runs and that the coordinator's upstream address is right, then try again."
-            )
-        } else {
-            format!(
-                "The model's server at {authority} did not answer as it should ({why}). It may have seen the request, which was not sent a second time. Try again."
-            )
-        },
+        format!(
+            "The model's server at {authority} cannot be reached ({why}). Check that it runs and that the coordinator's upstream address is right, then try again."
+        ),
     )
+}
+
+fn unanswered(authority: &Authority, error: &(dyn StdError + 'static)) -> Failure {
+    if let Some(failure) = agents_fault(error) {
+        return failure;
+    }
+    let why = causes(error);
+    Failure::new(
+        FailureKind::UpstreamUnreachable,
+        format!(
+            "The model's server at {authority} did not answer as it should ({why}). It may have seen the request, which was not sent a second time. Try again."
+        ),
+    )
+}
+
+/// What the agent did wrong, where that is why its request did not arrive whole.
+fn agents_fault(error: &(dyn StdError + 'static)) -> Option<Failure> {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if let Some(bound) = error.downcast_ref::<OutOfBounds>() {
+            return Some(bound.failure());
+        }
+        cause = error.source();
+    }
+    None
 }
 
 /// Puts in what asks for, or agrees to, another protocol.
@@ -244,8 +331,9 @@ mod tests {
             ("h2c://h:1/api", "/v1", "http://h:1/api/v1"),
             ("http://h", "http://other/v1", "http://h/v1"),
         ] {
-            let uri = Base::parse(base).unwrap().uri(&path.parse().unwrap());
-            assert_eq!(uri.unwrap().to_string(), whole);
+            let base = Base::parse(base).unwrap();
+            let path = base.path_and_query(&path.parse().unwrap()).unwrap();
+            assert_eq!(base.uri(path).unwrap().to_string(), whole);
         }
     }
 

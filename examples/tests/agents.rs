@@ -46,6 +46,8 @@ struct Recipe {
     name: &'static str,
     /// From the agents' directory into the sandbox's root.
     files: &'static [(&'static str, &'static str)],
+    /// What is left out of directories among them.
+    without: &'static [&'static str],
     config: Option<(&'static str, &'static str)>,
     start: &'static str,
     /// How it takes up its work where its files are all that came back. Without, its processes are saved.
@@ -64,6 +66,7 @@ const CLAUDE_ENV: &[(&str, &str)] = &[
 const CLAUDE: Recipe = Recipe {
     name: "claude",
     files: &[("node_modules/@anthropic-ai/claude-code/bin/claude.exe", "opt/agent")],
+    without: &[],
     config: None,
     start: "/opt/agent -p 'do the work' --dangerously-skip-permissions",
     resume: None,
@@ -129,7 +132,7 @@ async fn dies_and_ends_its_work(recipe: &Recipe) {
     let root = area.path().join("root");
     snapshot_root(&root).unwrap();
     for (from, to) in recipe.files {
-        copy(&agents.join(from), &root.join(to));
+        copy(&agents.join(from), &root.join(to), recipe.without);
     }
     if let Some((path, text)) = recipe.config {
         let path = root.join(path);
@@ -214,9 +217,20 @@ fn read(root: &Path, path: &str) -> String {
     std::fs::read_to_string(root.join(path)).unwrap_or_default()
 }
 
-fn copy(from: &Path, to: &Path) {
+fn copy(from: &Path, to: &Path, without: &[&str]) {
     std::fs::create_dir_all(to.parent().unwrap()).unwrap();
-    std::fs::copy(from, to).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
+    if from.is_file() {
+        std::fs::copy(from, to).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
+        return;
+    }
+    std::fs::create_dir(to).unwrap();
+    let all = std::fs::read_dir(from).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
+    let wanted = all
+        .map(|entry| entry.unwrap())
+        .filter(|entry| !without.iter().any(|name| entry.file_name() == *name))
+        .map(|entry| entry.path());
+    let status = std::process::Command::new("cp").arg("-r").args(wanted).arg(to).status().unwrap();
+    assert!(status.success(), "cannot copy {}", from.display());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -239,6 +253,7 @@ async fn codex_lives_through_the_death_of_its_sandbox() {
     dies_and_ends_its_work(&Recipe {
         name: "codex",
         files: &[("node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex", "opt/agent")],
+        without: &[],
         config: Some((
             "root/.codex/config.toml",
             "model = \"scripted\"\nmodel_provider = \"scripted\"\n\n[model_providers.scripted]\nname = \"scripted\"\nbase_url = \"http://127.0.0.1:8080/v1\"\nenv_key = \"SCRIPTED_KEY\"\nwire_api = \"responses\"\n",
@@ -246,6 +261,35 @@ async fn codex_lives_through_the_death_of_its_sandbox() {
         start: "/opt/agent exec --dangerously-bypass-approvals-and-sandbox --skip-git-repo-check 'do the work'",
         resume: None,
         env: &[("SCRIPTED_KEY", "dummy")],
+    })
+    .await;
+}
+
+/// Its interpreter is the sandbox's own; its packages are those that were installed for the same version of Python.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn mini_swe_agent_lives_through_the_death_of_its_sandbox() {
+    const PACKAGES: &str = "venv/lib/python3.11/site-packages";
+    if agents().is_some_and(|agents| !agents.join(PACKAGES).exists()) {
+        println!("skipped: mini-swe-agent in a sandbox (it is installed for another Python than Debian's)");
+        return;
+    }
+    dies_and_ends_its_work(&Recipe {
+        name: "mini",
+        files: &[(PACKAGES, "opt/packages"), ("venv/bin/mini", "opt/mini")],
+        // Large, and of no use to it.
+        without: &["anthropic", "botocore", "hf_xet", "numpy", "numpy.libs", "pandas", "pip", "pyarrow", "setuptools"],
+        config: None,
+        start: "python3 /opt/mini --model openai/scripted --task 'do the work' --yolo --exit-immediately --output /root/trajectory.json",
+        resume: None,
+        env: &[
+            ("PYTHONPATH", "/opt/packages"),
+            ("OPENAI_API_BASE", "http://127.0.0.1:8080/v1"),
+            ("OPENAI_API_KEY", "dummy"),
+            ("MSWEA_CONFIGURED", "true"),
+            ("MSWEA_COST_TRACKING", "ignore_errors"),
+            ("MSWEA_GLOBAL_CONFIG_DIR", "/root"),
+            ("LITELLM_LOCAL_MODEL_COST_MAP", "True"),
+        ],
     })
     .await;
 }

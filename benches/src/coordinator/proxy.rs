@@ -90,11 +90,8 @@ pub(super) fn is_child() -> bool {
 /// Is the coordinator until its input ends, that is, until the bench does.
 pub(super) fn serve() -> Result<(), String> {
     let model = std::env::var(MODEL).map_err(|error| error.to_string())?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .enable_all()
-        .build()
-        .map_err(|error| error.to_string())?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|error| error.to_string())?;
     let mut builder = crab_coordinator::Coordinator::builder()
         .upstream(format!("http://{model}"))
         .listen(Listen::loopback(), one_sandbox("box").map_err(|error| error.to_string())?);
@@ -108,9 +105,11 @@ pub(super) fn serve() -> Result<(), String> {
         }
     });
     println!("{}", coordinator.address().ok_or("no address")?);
-    let _ = std::io::stdin().read_to_end(&mut Vec::new());
-    drop(coordinator);
-    std::process::exit(0)
+    std::thread::spawn(|| {
+        let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        std::process::exit(0);
+    });
+    runtime.block_on(std::future::pending())
 }
 
 /// nginx as a plain reverse proxy, with one worker and connections that are kept.

@@ -21,7 +21,7 @@ use crab_core::TurnNumber;
 use futures_util::FutureExt as _;
 use http::{HeaderMap, Response, header};
 use http_body_util::BodyExt as _;
-use hyper::body::{Body as _, Frame, Incoming};
+use hyper::body::{Body as _, Frame};
 
 use super::gate::TurnGate;
 use super::recording::{End, Recording};
@@ -34,6 +34,7 @@ use crate::patience::{Bounds, Patient};
 use crate::provider::{EventMark, Failure, FailureKind, Provider};
 use crate::respond::{content_type, is_plain};
 use crate::sse::{LineSplitter, SseEvent, SseSplitter};
+use crate::upstream::DownBody;
 
 /// How long the piece that ends an answer is held for the end of its stream to follow.
 const LAST_PATIENCE: Duration = Duration::from_millis(50);
@@ -65,7 +66,7 @@ impl Driver {
     /// Has the model's answer, or its failure, come out of `response`.
     pub(crate) async fn ask<F>(self, response: F)
     where
-        F: Future<Output = Result<Response<Incoming>, Failure>>,
+        F: Future<Output = Result<Response<DownBody>, Failure>>,
     {
         let recording = Arc::clone(&self.recording);
         let mut abandoned = pin!(recording.abandoned(self.grace.abandoned, self.grace.refused));
@@ -89,7 +90,7 @@ impl Driver {
         self.recording.finish(end);
     }
 
-    async fn receive(self, response: Response<Incoming>, mut abandoned: Pin<&mut impl Future<Output = ()>>) {
+    async fn receive(self, response: Response<DownBody>, mut abandoned: Pin<&mut impl Future<Output = ()>>) {
         let (parts, body) = response.into_parts();
         let mut body = Patient::new(body, self.bounds);
         let framed = parts.version == http::Version::HTTP_2
@@ -265,7 +266,7 @@ async fn blocking<T: Send + 'static>(
 type Next = Option<Result<Frame<Bytes>, BoxError>>;
 
 /// What follows, if it follows at once; after the event that ends an answer, if it follows soon.
-async fn ahead(body: &mut Patient<Incoming>, is_last: bool) -> Option<Next> {
+async fn ahead(body: &mut Patient<DownBody>, is_last: bool) -> Option<Next> {
     if body.is_end_stream() {
         return Some(None);
     }

@@ -1,7 +1,8 @@
 //! An answer on its way: one driver writes it, any number of clients read it, each at its own pace.
 //!
 //! Memory is bounded: what all readers have read is dropped once more than `limit` bytes are kept, and the driver waits
-//! while the slowest reader is `limit` bytes behind. As long as the beginning is kept, further readers may join.
+//! while the slowest reader is `limit` bytes behind. As long as the beginning is kept, further readers may join. A small
+//! piece is kept as a copy, since it is a part of a buffer that a whole read went into, which it would keep.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::future::poll_fn;
@@ -17,6 +18,7 @@ use http_body::Frame;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
+use crate::body::owned;
 use crate::journal::Head;
 use crate::provider::Failure;
 
@@ -124,7 +126,7 @@ impl Recording {
         .await;
         let mut inner = self.inner.lock();
         inner.total += piece.len() as u64;
-        inner.frames.push_back(piece);
+        inner.frames.push_back(owned(piece));
         inner.trim(self.limit);
         inner.wake_readers();
     }
@@ -281,7 +283,6 @@ impl Subscription {
     }
 
     #[cfg(test)]
-    #[cfg(test)]
     pub(crate) async fn frame(&mut self) -> Option<Result<Frame<Bytes>, BrokenOff>> {
         poll_fn(|cx| pin!(&mut *self).poll_frame(cx)).await
     }
@@ -350,6 +351,24 @@ mod tests {
             while data(&mut fast).is_some() {}
         }
         assert!(recording.retained() <= 110);
+    }
+
+    #[test]
+    fn what_is_kept_of_a_stream_does_not_keep_the_buffers_it_was_read_into() {
+        let recording = Recording::new(100);
+        let _reader = recording.subscribe().unwrap();
+        let buffers: Vec<Arc<[u8; 8192]>> = (0..8).map(|_| Arc::new([7; 8192])).collect();
+        struct Buffer(Arc<[u8; 8192]>);
+        impl AsRef<[u8]> for Buffer {
+            fn as_ref(&self) -> &[u8] {
+                &*self.0
+            }
+        }
+        for buffer in &buffers {
+            let piece = Bytes::from_owner(Buffer(Arc::clone(buffer))).slice(..10);
+            recording.push(piece).now_or_never().unwrap();
+        }
+        assert!(buffers.iter().all(|buffer| Arc::strong_count(buffer) == 1));
     }
 
     #[test]

@@ -98,7 +98,7 @@ async fn who_trickles_bytes_is_let_go_when_the_time_for_a_request_is_over() {
         let mut rest = Vec::new();
         let _ = within(read.read_to_end(&mut rest)).await;
         let rest = String::from_utf8_lossy(&rest);
-        assert!(rest.is_empty() || rest.starts_with("HTTP/1.1 4") || rest.starts_with("HTTP/1.1 502"), "{rest}");
+        assert!(rest.is_empty() || rest.starts_with("HTTP/1.1 4"), "{rest}");
         trickling.abort();
     }
     // A model may trickle as well.
@@ -145,7 +145,9 @@ async fn bodies_beyond_the_limit_are_refused() {
         let mut raw = format!("POST {path} HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n").into_bytes();
         raw.extend(chunk(&[b'1'; 1001]));
         raw.extend_from_slice(LAST_CHUNK);
-        assert!([413, 502].contains(&ask_once(address, raw).await.status()));
+        let response = ask_once(address, raw).await;
+        assert_eq!(response.status(), 413);
+        assert!(response.text().contains("1000 bytes"), "{}", response.text());
     }
     assert_eq!(model.asked(), 2);
 }

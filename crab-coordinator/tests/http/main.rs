@@ -4,6 +4,7 @@
 
 mod support;
 
+mod access_log;
 mod added_provider;
 mod bad_input;
 mod curl;
