@@ -42,6 +42,11 @@
 //! agents that are not trusted with each other need listeners of their own ([`resolve::OneSandbox`]). An agent that can
 //! reach its model by another way is not held by any gate: the sandbox's network must leave it only this one.
 //!
+//! # Speed
+//! Most of what a turn costs here is the passing of small things between tasks. Where microseconds count, give the
+//! coordinator a current-thread runtime of its own, on a thread of its own, and build it with `lto = "fat"` and
+//! `codegen-units = 1`. Sandboxes may be spread over several such coordinators, each with its own journal.
+//!
 //! # Limits
 //! - HTTP/1.1, and HTTP/2 with prior knowledge, towards agents. Towards models either by TLS, as the server chooses;
 //!   in the plain HTTP/1.1, or HTTP/2 with prior knowledge where the upstream is given as `h2c://host:port`.

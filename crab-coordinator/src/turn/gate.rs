@@ -1,10 +1,11 @@
 //! One turn's gate, seen from the clients' side.
 
-use std::sync::Arc;
+use std::pin::pin;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crab_core::{Error, ErrorKind, GateHold, Verdict};
-use tokio::sync::{Notify, watch};
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 /// What happens to an answer whose version does not become durable.
@@ -59,21 +60,22 @@ impl GatePolicy {
 /// The verdict on a turn, for all who wait for it.
 #[derive(Debug)]
 pub(crate) struct TurnGate {
-    verdict: watch::Sender<Option<Verdict>>,
+    verdict: OnceLock<Verdict>,
+    decided: Notify,
     arrived: Notify,
 }
 
 impl TurnGate {
     pub(crate) fn closed() -> Arc<Self> {
-        Self::with(None)
+        Self::with(OnceLock::new())
     }
 
     pub(crate) fn decided(verdict: Verdict) -> Arc<Self> {
-        Self::with(Some(verdict))
+        Self::with(OnceLock::from(verdict))
     }
 
-    fn with(verdict: Option<Verdict>) -> Arc<Self> {
-        Arc::new(Self { verdict: watch::Sender::new(verdict), arrived: Notify::new() })
+    fn with(verdict: OnceLock<Verdict>) -> Arc<Self> {
+        Arc::new(Self { verdict, decided: Notify::new(), arrived: Notify::new() })
     }
 
     /// The answer is here.
@@ -83,15 +85,14 @@ impl TurnGate {
 
     /// The verdict, once there is one.
     pub(crate) async fn verdict(&self) -> Verdict {
-        let mut seen = self.verdict.subscribe();
         loop {
-            if let Some(verdict) = seen.borrow_and_update().clone() {
-                return verdict;
+            // Heard of from here on, so that no verdict falls in between.
+            let mut decided = pin!(self.decided.notified());
+            decided.as_mut().enable();
+            if let Some(verdict) = self.verdict.get() {
+                return verdict.clone();
             }
-            if seen.changed().await.is_err() {
-                // The sender is `self`.
-                std::future::pending::<()>().await;
-            }
+            decided.await;
         }
     }
 
@@ -118,7 +119,9 @@ impl TurnGate {
             }
         };
         first(&verdict, held);
-        self.verdict.send_replace(Some(verdict));
+        // Attended to once, so nobody was before.
+        let _ = self.verdict.set(verdict);
+        self.decided.notify_waiters();
     }
 }
 
