@@ -34,8 +34,11 @@ const MAX_IDLE: usize = 256;
 /// One connection.
 #[derive(Debug)]
 struct Line {
+    to: Authority,
     sender: http1::SendRequest<UpBody>,
     connection: Option<http1::Connection<TokioIo<TcpStream>, UpBody>>,
+    /// Since when it is not used, if it is not.
+    since: Instant,
 }
 
 impl Line {
@@ -75,12 +78,6 @@ impl Line {
     }
 }
 
-struct Idle {
-    line: Line,
-    to: Authority,
-    since: Instant,
-}
-
 /// Why there is no answer.
 #[derive(Debug)]
 pub(crate) enum Unsent {
@@ -93,7 +90,7 @@ pub(crate) enum Unsent {
 /// The connections that are not in use, and the way to more.
 pub(crate) struct Lines {
     connector: HttpConnector,
-    idle: Mutex<Vec<Idle>>,
+    idle: Mutex<Vec<Box<Line>>>,
 }
 
 impl std::fmt::Debug for Lines {
@@ -121,7 +118,7 @@ impl Lines {
             };
             match line.exchange(request).await {
                 Ok(response) => {
-                    let home = Some((line, to.clone(), Arc::clone(self)));
+                    let home = Some((line, Arc::clone(self)));
                     return Ok(response.map(|incoming| LineBody { incoming, home }.settled()));
                 }
                 Err(mut error) => match error.take_message() {
@@ -132,17 +129,17 @@ impl Lines {
         }
     }
 
-    fn take(&self, to: &Authority) -> Option<Line> {
+    fn take(&self, to: &Authority) -> Option<Box<Line>> {
         loop {
-            let Idle { mut line, to: whose, .. } = self.idle.lock().pop()?;
+            let mut line = self.idle.lock().pop()?;
             // Others belong to a server that requests went to before.
-            if whose == *to && line.is_ready() {
+            if line.to == *to && line.is_ready() {
                 return Some(line);
             }
         }
     }
 
-    async fn connect(&self, to: &Authority) -> Result<Line, Unsent> {
+    async fn connect(&self, to: &Authority) -> Result<Box<Line>, Unsent> {
         let unreachable = |error: BoxError| Unsent::Unreachable(error);
         let uri = Uri::builder()
             .scheme(Scheme::HTTP)
@@ -153,13 +150,14 @@ impl Lines {
         let stream = self.connector.clone().call(uri).await.map_err(|error| unreachable(error.into()))?;
         let (sender, connection) =
             http1::Builder::new().max_buf_size(64 * 1024).handshake(stream).await.map_err(Unsent::Broken)?;
-        Ok(Line { sender, connection: Some(connection) })
+        Ok(Box::new(Line { to: to.clone(), sender, connection: Some(connection), since: Instant::now() }))
     }
 
-    fn put(&self, line: Line, to: Authority) {
+    fn put(&self, mut line: Box<Line>) {
+        line.since = Instant::now();
         let mut idle = self.idle.lock();
         if idle.len() < MAX_IDLE {
-            idle.push(Idle { line, to, since: Instant::now() });
+            idle.push(line);
         }
     }
 
@@ -167,7 +165,7 @@ impl Lines {
     pub(crate) async fn tidy(&self) {
         loop {
             tokio::time::sleep(IDLE / 4).await;
-            self.idle.lock().retain_mut(|idle| idle.since.elapsed() < IDLE && idle.line.is_ready());
+            self.idle.lock().retain_mut(|line| line.since.elapsed() < IDLE && line.is_ready());
         }
     }
 }
@@ -175,7 +173,7 @@ impl Lines {
 /// An answer's body, which drives its connection and gives it back at its end.
 pub(crate) struct LineBody {
     incoming: Incoming,
-    home: Option<(Line, Authority, Arc<Lines>)>,
+    home: Option<(Box<Line>, Arc<Lines>)>,
 }
 
 impl LineBody {
@@ -188,10 +186,10 @@ impl LineBody {
     }
 
     fn settle(&mut self) {
-        if let Some((mut line, to, lines)) = self.home.take()
+        if let Some((mut line, lines)) = self.home.take()
             && line.is_ready()
         {
-            lines.put(line, to);
+            lines.put(line);
         }
     }
 }

@@ -316,15 +316,16 @@ impl Shared {
                 turns.attend(&asked.sandbox, number, &gate, hold).await;
             }
         };
-        // First the work: the request goes to the model before anything else is done.
+        // First the work: the request goes to the model before anything else is done. In boxes, since a task that is
+        // spawned is moved about several times.
         match ticket.work.clone() {
             Work::Nothing => {}
-            Work::Ask => self.turns.spawn(async move {
+            Work::Ask => self.turns.spawn(Box::pin(async move {
                 tokio::join!(biased; driver.ask(response), attend);
-            }),
-            Work::Replay { from, link } => self.turns.spawn(async move {
+            })),
+            Work::Replay { from, link } => self.turns.spawn(Box::pin(async move {
                 tokio::join!(biased; driver.replay(from, link), attend);
-            }),
+            })),
         }
     }
 }
