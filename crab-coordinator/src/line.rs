@@ -90,6 +90,7 @@ pub(crate) enum Unsent {
 /// The connections that are not in use, and the way to more.
 pub(crate) struct Lines {
     connector: HttpConnector,
+    #[expect(clippy::vec_box, reason = "a connection goes from here into bodies and back, and is large")]
     idle: Mutex<Vec<Box<Line>>>,
 }
 
