@@ -21,6 +21,38 @@
 //! A failed checkpoint is tried once more, urgent; then the [`FailurePolicy`] decides about the answer. It leaves the
 //! delta, the standing version and the store as they were.
 //!
+//! # What an operator sees
+//!
+//! [`Engine::events`] tells what happens to each sandbox. By [`metrics`], under names that stay, times in seconds:
+//!
+//! | name | kind | labels |
+//! |---|---|---|
+//! | `crab_turns_total` | counter | `outcome`: `skip`, `durable`, `failed`, `unprotected`, `deferred` |
+//! | `crab_checkpoints_total` | counter | `plan`: `fs`, `process`, `full` |
+//! | `crab_checkpoint_failures_total` | counter | `kind`: the error's kind |
+//! | `crab_unknown_deltas_total` | counter | `domain`, `reason` |
+//! | `crab_frozen_seconds`, `crab_capture_seconds`, `crab_persist_seconds` | histogram | |
+//! | `crab_hidden_seconds`, `crab_exposed_seconds` | histogram | |
+//! | `crab_restore_seconds` | histogram | |
+//! | `crab_pruned_versions_total`, `crab_pruned_bytes_total` | counter | `rule`: `not_kept`, `sandbox_quota`, `store_quota` |
+//! | `crab_waiting_requests` | gauge | |
+//! | `crab_store_damaged_files`, `crab_orphans_removed_total` | gauge, counter | |
+//!
+//! By [`tracing`] each turn is one tree of spans, which a layer that writes a Chrome trace can show as it is:
+//!
+//! | span | from, to | fields |
+//! |---|---|---|
+//! | `turn` | the boundary, the verdict | `sandbox`, `turn`, `plan` (`skip`, `fs`, `process`, `full`), `outcome` as in `crab_turns_total`, `version` |
+//! | `turn/decide` | taking the delta | |
+//! | `turn/hidden`, `turn/exposed` | the model works; its answer waits for the verdict | |
+//! | `turn/queued` | waiting for a worker | |
+//! | `turn/checkpoint` | the job, below the first turn that it serves; the others are linked | `sandbox`, `plan`, `version` |
+//! | `checkpoint/frozen` | the sandbox's tasks are stopped | |
+//! | `frozen/capture_processes`, `capture_files` | the captures; without a freeze the latter is below `checkpoint` | |
+//! | `checkpoint/queued`, `persist`, `commit` | after the thaw: waiting, artifacts to disk, the manifest | |
+//!
+//! # Parts
+//!
 //! The parts that can be thought about alone are modules of their own: [`scheduler`], [`policy`] and [`retention`] are
 //! pure, [`store`] documents the files on disk.
 

@@ -212,7 +212,10 @@ async fn scenario(f: &Fixture, engine: &Engine) -> Result<(), Error> {
     failed(f.turn(engine, 4).await)?;
     engine.pin(&f.id, VersionId(3)).await?;
     let report = engine.prune(&Retention::keep_all().last(0)).await?;
-    report.failed.into_iter().next().map_or(Ok(()), |(_, _, error)| Err(error))
+    report.failed.into_iter().next().map_or(Ok(()), |(_, _, error)| Err(error))?;
+    // What the fork shares goes with it, since its source's version was pruned.
+    engine.detach(&fork).await?;
+    engine.forget(&fork).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -270,9 +273,15 @@ async fn after_a_fault_at_any_step_of_the_engine_a_reopened_store_is_sound() {
             assert!(f.world.files(&f.id).contains_key("/after"), "{context}");
         }
     }
-    for step in
-        ["checkpoint.frozen", "restore.swapped", "fork.prepared", "prune.next", "remove.unlisted", "collect.remove"]
-    {
+    for step in [
+        "checkpoint.frozen",
+        "restore.swapped",
+        "fork.prepared",
+        "prune.next",
+        "remove.unlisted",
+        "collect.remove",
+        "forget.unlisted",
+    ] {
         assert!(steps.contains(step), "{step} is not among {steps:?}");
     }
 }

@@ -22,8 +22,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crab_core::{
-    Boundary, CheckpointBackend, Condition, Domain, Gate, Half, OperationId, SandboxId, Turn, TurnNumber, Verdict,
-    VersionId,
+    Boundary, CheckpointBackend, Condition, Domain, Gate, Half, Label, OperationId, SandboxId, Turn, TurnNumber,
+    Verdict, VersionId,
 };
 use crab_engine::retention::Retention;
 use crab_engine::{Engine, ForkOptions, RestoreOptions, Select};
@@ -52,6 +52,8 @@ enum Note {
     Removed { sandbox: SandboxId, version: VersionId },
     /// A pin returned: from now on the version stays, and stays pinned.
     Pinned { sandbox: SandboxId, version: VersionId },
+    /// A fork is to be forgotten: from now on it and its versions may be gone.
+    Forgetting { sandbox: SandboxId },
     /// A restore returned.
     Restored { sandbox: SandboxId, operation: OperationId, version: VersionId },
 }
@@ -150,7 +152,7 @@ async fn work(paths: &Paths, seed: u64, kill_at: u64, step: Option<String>) {
         let id = boxes[usize::try_from(random.below(boxes.len() as u64)).unwrap()].clone();
         let versions: Vec<VersionId> = engine.versions(&id).iter().map(|manifest| manifest.version).collect();
         let any = |random: &mut Random| versions[usize::try_from(random.below(versions.len() as u64)).unwrap()];
-        match random.below(12) {
+        match random.below(14) {
             0 if !versions.is_empty() => {
                 let operation = OperationId::new(format!("{seed:x}-{round}")).unwrap();
                 let options = RestoreOptions { operation: Some(operation.clone()), ..RestoreOptions::default() };
@@ -173,6 +175,18 @@ async fn work(paths: &Paths, seed: u64, kill_at: u64, step: Option<String>) {
                 let version = any(&mut random);
                 engine.pin(&id, version).await.unwrap();
                 note(Note::Pinned { sandbox: id, version });
+            }
+            // Somebody ends a fork for good.
+            12 if id != main_box() => {
+                note(Note::Forgetting { sandbox: id.clone() });
+                engine.detach(&id).await.unwrap();
+                engine.forget(&id).await.unwrap();
+                world.set_condition(&id, Condition::Stopped);
+            }
+            13 if !versions.is_empty() => {
+                engine.detach(&id).await.unwrap();
+                engine.label(&id, any(&mut random), &Label::new("best").unwrap()).await.unwrap();
+                engine.attach(&id).await.unwrap();
             }
             4 => {
                 let retention = Retention::keep_all().last(usize::try_from(random.below(4)).unwrap());
@@ -242,6 +256,10 @@ async fn check(paths: &Paths, context: &str) {
                 promised.remove(&(sandbox, version));
             }
             Note::Removed { sandbox, version } => gone.push((sandbox, version)),
+            Note::Forgetting { sandbox } => {
+                promised.retain(|(of, _), _| *of != sandbox);
+                pinned.retain(|(of, _)| *of != sandbox);
+            }
             Note::Pinned { sandbox, version } => {
                 promised.entry((sandbox.clone(), version)).or_insert(None);
                 pinned.push((sandbox, version));

@@ -12,7 +12,7 @@ use common::{Fixture, assert_sound, close, reopen};
 use crab_core::memory::{Fault, MemoryWorld, Step};
 use crab_core::{
     Artifact, ArtifactId, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, ErrorKind, Label,
-    OperationId, RestoreTarget, Restored, Result, SandboxId, VersionId,
+    OperationId, RestoreTarget, Restored, Result, SandboxId, Space, VersionId,
 };
 use crab_engine::retention::{Held, Retention, Rule};
 use crab_engine::{Engine, ForkOptions, RestoreOptions, Select};
@@ -245,6 +245,78 @@ impl Captured for ChainedCapture {
     async fn discard(self: Box<Self>) -> Result<()> {
         self.0.discard().await
     }
+}
+
+/// A backend that cannot tell what it writes, since its artifacts share blocks: they must be measured.
+struct Sharing(Arc<dyn CheckpointBackend>);
+
+struct SharingCapture(Box<dyn Captured>);
+
+#[async_trait]
+impl CheckpointBackend for Sharing {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+    fn domain(&self) -> Domain {
+        self.0.domain()
+    }
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+    async fn recover(&self) -> Result<()> {
+        Ok(())
+    }
+    async fn capture(&self, request: CaptureRequest<'_>) -> Result<Box<dyn Captured>> {
+        Ok(Box::new(SharingCapture(self.0.capture(request).await?)))
+    }
+    async fn verify(&self, artifact: &Artifact) -> Result<()> {
+        self.0.verify(artifact).await
+    }
+    async fn restore(&self, artifact: &Artifact, target: RestoreTarget) -> Result<Restored> {
+        self.0.restore(artifact, target).await
+    }
+    async fn remove(&self, artifact: &Artifact) -> Result<()> {
+        self.0.remove(artifact).await
+    }
+    async fn list(&self, id: &SandboxId) -> Result<Vec<Artifact>> {
+        self.0.list(id).await
+    }
+    async fn space(&self, artifact: &Artifact) -> Result<Space> {
+        self.0.space(artifact).await
+    }
+}
+
+#[async_trait]
+impl Captured for SharingCapture {
+    async fn persist(self: Box<Self>) -> Result<Artifact> {
+        Ok(Artifact { bytes: None, ..self.0.persist().await? })
+    }
+    async fn discard(self: Box<Self>) -> Result<()> {
+        self.0.discard().await
+    }
+}
+
+#[tokio::test]
+async fn quotas_in_the_background_count_what_must_be_measured() {
+    let f = Fixture::new();
+    let files = Arc::new(Sharing(f.world.backend(Domain::Filesystem)));
+    let builder = f.builder().filesystem(files).retention(Retention::keep_all().sandbox_quota(2500));
+    let engine = builder.open().await.unwrap();
+    engine.attach(&f.id).await.unwrap();
+    let until = std::time::Instant::now() + Duration::from_secs(20);
+    // Each takes 1000 bytes. The background measures when it may; each version gives it an occasion.
+    for turn in 1.. {
+        f.world.write(&f.id, "/big", &turn.to_string().repeat(1000)[..1000]).unwrap();
+        f.covered(&engine, turn).await;
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        let versions = engine.versions(&f.id).len();
+        if turn > 4 && versions == 2 {
+            break;
+        }
+        assert!(std::time::Instant::now() < until, "{versions} versions of {turn} are left");
+    }
+    engine.close().await;
+    assert_sound(&f.world, &engine, "").await;
 }
 
 #[tokio::test]

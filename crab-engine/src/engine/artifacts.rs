@@ -117,16 +117,28 @@ impl Inner {
 
     /// Removes what a dead engine left: artifacts of ours that no manifest needs.
     pub(super) async fn collect_orphans(&self) -> Result<usize> {
-        let sandboxes: BTreeSet<SandboxId> = self.store.with(|index| index.sandboxes.keys().cloned().collect());
+        let sandboxes: BTreeSet<SandboxId> = self.store.with(|index| {
+            let forked = index.sandboxes.values().filter_map(|sandbox| sandbox.record.forked_from.as_ref());
+            // Of these the store may know nothing else any more.
+            let owners = forked.flat_map(|from| from.owners.iter());
+            index.sandboxes.keys().chain(owners).cloned().collect()
+        });
         let mut found = BTreeMap::new();
-        for backend in self.backends() {
-            for id in &sandboxes {
-                let (backend, id) = (backend.clone(), id.clone());
-                let limit = self.options.deadlines.host;
-                let listed = call("list artifacts", limit, async move { backend.list(&id).await }).await?;
-                found.extend(listed.into_iter().map(|artifact| (key(&artifact), artifact)));
-            }
+        for id in &sandboxes {
+            found.extend(self.existing(id).await?);
         }
         self.collect(found).await
+    }
+
+    /// All artifacts that exist under a sandbox's name.
+    pub(super) async fn existing(&self, id: &SandboxId) -> Result<BTreeMap<Key, Artifact>> {
+        let mut found = BTreeMap::new();
+        for backend in self.backends() {
+            let (backend, id) = (backend.clone(), id.clone());
+            let limit = self.options.deadlines.host;
+            let listed = call("list artifacts", limit, async move { backend.list(&id).await }).await?;
+            found.extend(listed.into_iter().map(|artifact| (key(&artifact), artifact)));
+        }
+        Ok(found)
     }
 }

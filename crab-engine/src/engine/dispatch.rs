@@ -75,6 +75,7 @@ impl Inner {
             request.queued = Some(tracing::info_span!(parent: &request.span, "queued"));
             // The watcher waits for this lock before it can promote, so the request is in its place by then.
             if let Some(exposure) = exposure {
+                waiting.hide(&request.span);
                 let watcher = tokio::spawn(watch(
                     self.clone(),
                     submitted.job,

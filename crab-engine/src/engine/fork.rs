@@ -201,7 +201,8 @@ impl Inner {
         if let Some(first) = known {
             return Ok(first);
         }
-        let forked_from = Some(ForkedFrom { sandbox: from.clone(), version: source.version });
+        let owners = source.artifacts().map(|artifact| artifact.sandbox.clone()).collect();
+        let forked_from = Some(ForkedFrom { sandbox: from.clone(), version: source.version, owners });
         self.put_record(into, SandboxRecord { forked_from, ..SandboxRecord::default() }).await?;
         let first = Arc::new(Manifest {
             sandbox: into.clone(),

@@ -1,17 +1,4 @@
-//! The engine's metrics. The names are stable; times are in seconds.
-//!
-//! | name | kind | labels |
-//! |---|---|---|
-//! | `crab_turns_total` | counter | `outcome`: `skip`, `durable`, `failed`, `unprotected`, `deferred` |
-//! | `crab_checkpoints_total` | counter | `plan`: `fs`, `process`, `full` |
-//! | `crab_checkpoint_failures_total` | counter | `kind`: the error's kind |
-//! | `crab_unknown_deltas_total` | counter | `domain`, `reason` |
-//! | `crab_frozen_seconds`, `crab_capture_seconds`, `crab_persist_seconds` | histogram | |
-//! | `crab_hidden_seconds`, `crab_exposed_seconds` | histogram | |
-//! | `crab_restore_seconds` | histogram | |
-//! | `crab_pruned_versions_total`, `crab_pruned_bytes_total` | counter | `rule`: `not_kept`, `sandbox_quota`, `store_quota` |
-//! | `crab_waiting_requests` | gauge | |
-//! | `crab_store_damaged_files`, `crab_orphans_removed_total` | gauge, counter | |
+//! The engine's metrics. The crate's documentation lists them.
 
 use std::time::Duration;
 

@@ -18,6 +18,7 @@ mod options;
 mod prune;
 mod request;
 mod restore;
+mod sizes;
 
 use std::collections::{BTreeSet, HashMap};
 use std::panic::AssertUnwindSafe;
@@ -99,6 +100,7 @@ pub(crate) struct Inner {
     /// Sandboxes whose prune waits to begin.
     prunes: Mutex<BTreeSet<SandboxId>>,
     readers: Readers,
+    measured: sizes::Measured,
     dispatch: Dispatch,
     attached: Mutex<HashMap<SandboxId, Arc<Attached>>>,
     /// Held by whoever works on a sandbox: a checkpoint, a restore, a removal.
@@ -301,11 +303,13 @@ impl Engine {
         }
     }
 
-    /// Removes everything that the store knows of a sandbox that is not attached: versions, artifacts, record.
+    /// Removes everything that the store knows of a sandbox that is not attached: versions, artifacts, record. Where the
+    /// process dies meanwhile, or it fails, some of that may be left, and the sandbox is still known: ask again.
     ///
     /// # Errors
-    /// [`ErrorKind::Busy`] where it is attached or a fork of it did not end; [`ErrorKind::Corrupt`] where files of it cannot be read: the whole
-    /// ones are gone then, the others are left.
+    /// [`ErrorKind::Busy`] where it is attached or a fork of it did not end; [`ErrorKind::Corrupt`] where files of it
+    /// cannot be read: the whole ones are gone then, the others are left; what a backend says that cannot remove an
+    /// artifact.
     pub async fn forget(&self, id: &SandboxId) -> Result<()> {
         let (inner, id) = (self.0.clone(), id.clone());
         detached("forget", async move {
@@ -703,29 +707,41 @@ impl Inner {
             return Err(Error::new(ErrorKind::Busy, format!("a fork of {id} into {fork} did not end"))
                 .fix(format!("finish it, or forget {fork} first")));
         }
-        let versions = self.store.with(|index| {
-            let versions = index.sandboxes.get(id).into_iter().flat_map(|sandbox| sandbox.versions.keys());
-            versions.map(|version| (id.clone(), *version)).collect()
+        // The standing one last: what a crash leaves has one.
+        let versions: Vec<VersionId> = self.store.with(|index| {
+            let Some(sandbox) = index.sandboxes.get(id) else { return Vec::new() };
+            let standing = lineage::standing(sandbox).map(|manifest| manifest.version);
+            let others = sandbox.versions.keys().copied().filter(|version| Some(*version) != standing);
+            others.chain(standing).collect()
         });
-        let Some(_removing) = self.readers.remove(versions) else {
+        let names = versions.iter().map(|version| (id.clone(), *version)).collect();
+        let Some(_removing) = self.readers.remove(names) else {
             return Err(
                 Error::new(ErrorKind::Busy, format!("a version of {id} is being read")).fix("drop what reads it first")
             );
         };
-        let (before, operations) = self.store.with(|index| {
+        let (mut before, operations) = self.store.with(|index| {
             let manifests = index.sandboxes.get(id).into_iter().flat_map(|sandbox| sandbox.versions.values());
             let operations: Vec<OperationId> =
                 index.operations.values().filter(|op| op.sandbox == *id).map(|op| op.id.clone()).collect();
             (artifacts::needed(manifests.map(AsRef::as_ref)), operations)
         });
         let (store, owned) = (self.store.clone(), id.clone());
+        // What an earlier attempt left is in no manifest any more.
+        before.extend(self.existing(id).await?);
         blocking("forget a sandbox", move || {
             for operation in operations {
                 store.remove_operation(&operation)?;
             }
-            store.remove_sandbox(&owned)
+            // One by one, as any other, so that no number is given again where the sandbox stays known.
+            versions.iter().try_for_each(|version| store.remove_version(&owned, *version))
         })
         .await??;
-        self.collect(before).await.map(drop)
+        self.step("forget.unlisted")?;
+        self.collect(before).await?;
+        self.step("forget.collected")?;
+        // Last: while the sandbox is known, what is left of it is found when the store is opened.
+        let (store, owned) = (self.store.clone(), id.clone());
+        blocking("forget a sandbox", move || store.remove_sandbox(&owned)).await?
     }
 }

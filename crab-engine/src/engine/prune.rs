@@ -1,13 +1,14 @@
 //! Removing versions: one by name, or those that the rules of retention let go.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crab_core::{Error, ErrorKind, Manifest, Result, SandboxId, VersionId};
 
 use super::artifacts::{self, Key};
-use super::calls::{blocking, call};
+use super::calls::blocking;
 use super::events::EventKind;
+use super::sizes::Measure;
 use super::{Engine, Inner, detached, lineage, meters};
 use crate::retention::{Entry, Held, OverQuota, Removal, Removals, Retention, decide};
 use crate::store::{Index, OperationKind};
@@ -86,21 +87,21 @@ impl Engine {
         let (inner, retention) = (self.0.clone(), retention.clone());
         detached("prune", async move {
             inner.check_open()?;
-            Ok(inner.prune(&retention, None, true).await)
+            Ok(inner.prune(&retention, None, Measure::Now).await)
         })
         .await
     }
 
     /// What [`prune`](Self::prune) would do now. Nothing is removed.
     pub async fn prune_plan(&self, retention: &Retention) -> PruneReport {
-        let Removals { removals, over } = self.0.removals(retention, None, true).await;
+        let Removals { removals, over } = self.0.removals(retention, None, Measure::Now).await;
         PruneReport { removed: removals, failed: Vec::new(), over }
     }
 
     /// The versions of a sandbox with their sizes and what keeps them, oldest first; none where the store does not know
     /// it.
     pub async fn inventory(&self, id: &SandboxId) -> Vec<VersionInfo> {
-        let sizes = self.0.sizes(true).await;
+        let sizes = self.0.sizes(Measure::Now).await;
         self.0.store.with(|index| {
             let mut users: BTreeMap<Key, usize> = BTreeMap::new();
             for manifest in artifacts::all_manifests(index) {
@@ -194,7 +195,7 @@ impl Inner {
         self.collect(before).await.map(|_| ())
     }
 
-    async fn prune(&self, retention: &Retention, only: Option<&SandboxId>, measure: bool) -> PruneReport {
+    async fn prune(&self, retention: &Retention, only: Option<&SandboxId>, measure: Measure) -> PruneReport {
         let Removals { removals, over } = self.removals(retention, only, measure).await;
         for over in &over {
             let whose = over.sandbox.as_ref().map_or("the store", SandboxId::as_str);
@@ -231,9 +232,8 @@ impl Inner {
         report
     }
 
-    async fn removals(&self, retention: &Retention, only: Option<&SandboxId>, measure: bool) -> Removals {
-        // Measuring may cost a walk over the files, which is not for the background of every turn.
-        let sizes = self.sizes(retention.has_quota() && measure).await;
+    async fn removals(&self, retention: &Retention, only: Option<&SandboxId>, measure: Measure) -> Removals {
+        let sizes = self.sizes(if retention.has_quota() { measure } else { Measure::Never }).await;
         self.store.with(|index| {
             let mut store: BTreeMap<SandboxId, Vec<Entry<Key>>> = BTreeMap::new();
             for (id, sandbox) in &index.sandboxes {
@@ -249,49 +249,6 @@ impl Inner {
         })
     }
 
-    /// The sizes of all artifacts that versions need, where they are known: what was written for each, or, measured,
-    /// what it holds alone.
-    async fn sizes(&self, measure: bool) -> BTreeMap<Key, u64> {
-        let needed = self.store.with(|index| artifacts::needed(artifacts::all_manifests(index)));
-        // What an artifact depends on may outlive its own manifest; then its backend alone knows its size.
-        let unknown = needed.iter().filter(|(_, artifact)| artifact.bytes.is_none());
-        let unknown: BTreeSet<(crab_core::Domain, SandboxId)> =
-            unknown.map(|(_, artifact)| (artifact.domain, artifact.sandbox.clone())).collect();
-        let mut sizes: BTreeMap<Key, u64> = BTreeMap::new();
-        for (domain, id) in unknown {
-            let Some(backend) = self.backends().find(|backend| backend.domain() == domain) else { continue };
-            if !backend.capabilities().incremental {
-                continue;
-            }
-            let backend = backend.clone();
-            let listed = call("list artifacts", self.options.deadlines.host, async move { backend.list(&id).await });
-            match listed.await {
-                Ok(listed) => {
-                    let known =
-                        listed.into_iter().filter_map(|artifact| Some((artifacts::key(&artifact), artifact.bytes?)));
-                    sizes.extend(known);
-                }
-                Err(error) => tracing::debug!("some sizes are not known: {error}"),
-            }
-        }
-        for (key, artifact) in needed {
-            if let Some(bytes) = artifact.bytes {
-                sizes.insert(key, bytes);
-            } else if measure && !sizes.contains_key(&key) {
-                let Ok(backend) = self.backend_of(&artifact) else { continue };
-                if !backend.capabilities().accounts {
-                    continue;
-                }
-                let limit = self.options.deadlines.host;
-                match call("measure an artifact", limit, async move { backend.space(&artifact).await }).await {
-                    Ok(space) => _ = sizes.insert(key, space.exclusive),
-                    Err(error) => tracing::debug!("a size is not known: {error}"),
-                }
-            }
-        }
-        sizes
-    }
-
     /// Prunes a sandbox that has a new version, in the background. At most one prune of it waits to begin.
     pub(super) fn prune_soon(self: &Arc<Self>, id: &SandboxId) {
         if self.retention.is_none() || !self.prunes.lock().insert(id.clone()) {
@@ -303,7 +260,7 @@ impl Inner {
             if let Some(retention) = &inner.retention {
                 // A quota of the store may ask for versions of others.
                 let only = (!retention.spans_sandboxes()).then_some(&id);
-                inner.prune(retention, only, false).await;
+                inner.prune(retention, only, Measure::AtTimes).await;
             }
         });
     }

@@ -16,15 +16,25 @@ use super::attached::Attached;
 pub(super) struct Waiting {
     opener: Mutex<Option<GateOpener>>,
     exposed: OnceLock<Instant>,
-    /// Open while the answer waits.
+    /// Open while the model works, then while its answer waits.
     span: Mutex<Option<Span>>,
 }
 
 impl Waiting {
+    /// The model works on its answer.
+    pub(super) fn hide(&self, turn: &Span) {
+        *self.span.lock() = Some(tracing::info_span!(parent: turn, "hidden"));
+    }
+
     /// The answer is there and waits.
     pub(super) fn expose(&self, turn: &Span) {
         let _ = self.exposed.set(Instant::now());
-        *self.span.lock() = Some(tracing::info_span!(parent: turn, "exposed"));
+        // A verdict that comes meanwhile takes the opener first, then the span.
+        let mut span = self.span.lock();
+        *span = None;
+        if self.opener.lock().is_some() {
+            *span = Some(tracing::info_span!(parent: turn, "exposed"));
+        }
     }
 
     /// Gives the verdict, unless one was given.

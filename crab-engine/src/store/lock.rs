@@ -10,7 +10,15 @@ use rustix::fs::{FlockOperation, flock};
 
 /// Holds the store until it is dropped or its process ends.
 #[derive(Debug)]
-pub(super) struct Lock(#[allow(dead_code, reason = "held, not read")] File);
+pub(super) struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing is not enough where this process is just starting another: until that one has begun its program it
+        // has a copy of the descriptor, and with it the lock.
+        let _ = flock(&self.0, FlockOperation::Unlock);
+    }
+}
 
 impl Lock {
     pub(super) fn take(root: &Path) -> Result<Self> {
@@ -43,5 +51,22 @@ impl Lock {
             .and_then(|()| writeln!(file, "{}", std::process::id()))
             .map_err(|source| super::io_error(format!("write {}", path.display()), source))?;
         Ok(Self(file))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_was_let_go_is_free_though_a_copy_of_the_descriptor_lives_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let lock = Lock::take(dir.path()).unwrap();
+        assert_eq!(Lock::take(dir.path()).unwrap_err().kind(), ErrorKind::Busy);
+        // As a child has it between fork and exec.
+        let copy = lock.0.try_clone().unwrap();
+        drop(lock);
+        drop(Lock::take(dir.path()).unwrap());
+        drop(copy);
     }
 }

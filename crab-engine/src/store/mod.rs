@@ -376,18 +376,10 @@ impl Store {
         Ok(())
     }
 
-    /// Removes everything that the store knows of a sandbox, manifests first. Files that are not ours stay, and with
-    /// them the directory.
+    /// Removes what the store knows of a sandbox without versions. Files that are not ours stay, and with them the
+    /// directory.
     pub(crate) fn remove_sandbox(&self, id: &SandboxId) -> Result<()> {
-        let versions: Vec<VersionId> = self
-            .with(|index| index.sandboxes.get(id).map(|s| s.versions.keys().copied().collect()).unwrap_or_default());
         let dir = self.sandbox_dir(id);
-        for version in versions {
-            self.writer.remove(&dir.join("versions"), &file_name(version))?;
-            if let Some(sandbox) = self.index.lock().sandboxes.get_mut(id) {
-                sandbox.versions.remove(&version);
-            }
-        }
         let left = self.with(|index| index.sandboxes.get(id).map(|s| s.damaged.len()).unwrap_or_default());
         if left > 0 {
             return Err(Error::new(

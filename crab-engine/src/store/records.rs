@@ -90,6 +90,10 @@ pub(crate) struct Restored {
 pub(crate) struct ForkedFrom {
     pub(crate) sandbox: SandboxId,
     pub(crate) version: VersionId,
+    /// The sandboxes whose artifacts it shares: those of a fork of a fork are of older ones. They are looked for there
+    /// when nothing else names them any more.
+    #[serde(default)]
+    pub(crate) owners: BTreeSet<SandboxId>,
 }
 
 /// A restore or fork, from before its first effect.
