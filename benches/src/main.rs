@@ -23,6 +23,7 @@ type Bench = fn(&mut Report) -> Result<(), String>;
 const BENCHES: &[(&str, &str, Bench)] = &[
     ("coordinator", "what the coordinator adds to a request and to a stream, beside nginx", coordinator::run),
     ("criu", "process checkpoints beside plain criu", criu::bench),
+    ("criu-incremental", "copies before the freeze beside full dumps (cargo xtask vm bench it)", criu::incremental),
     ("engine", "an idle turn, a decision of the scheduler, two queues against one, a commit", engine::run),
     ("filesystem", "captures, restores and differences, beside the tools of the file systems", filesystem::run),
     ("inspector", "how quickly turns are judged, and what being watched costs", inspector::run),
@@ -51,7 +52,7 @@ fn run() -> Result<(), String> {
         }
     }
     let Some((name, _, bench)) = BENCHES.iter().find(|(known, ..)| *known == name) else {
-        let known: Vec<String> = BENCHES.iter().map(|(name, what, _)| format!("  {name:<12} {what}")).collect();
+        let known: Vec<String> = BENCHES.iter().map(|(name, what, _)| format!("  {name:<16} {what}")).collect();
         return Err(format!("which bench? They are:\n{}", known.join("\n")));
     };
     let mut report = Report::new(name);

@@ -149,7 +149,7 @@ fn available_memory() -> Option<u64> {
 }
 
 /// A directory for one run of CRIU, removed with this value: `images` for the images, `work` for the log and
-/// statistics.
+/// statistics, `before` for what was copied earlier.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     path: PathBuf,
@@ -163,6 +163,11 @@ impl Scratch {
 
     pub(crate) fn work(&self) -> PathBuf {
         self.path.join("work")
+    }
+
+    /// For copies of memory that are made before the dump. It is not there yet.
+    pub(crate) fn before(&self) -> PathBuf {
+        self.path.join("before")
     }
 
     /// Removes it now, and says whether that worked.

@@ -1,7 +1,9 @@
 //! The backend: what its callers see.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -16,7 +18,7 @@ use crate::oci::{Oci, OciRuntime};
 use crate::program::{self, Program};
 use crate::store::{Dump, Persisted, Store};
 use crate::turns::{Caller, Turns};
-use crate::{area, cut, restore};
+use crate::{area, cut, precopy, restore};
 
 /// What becomes of live TCP connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -73,6 +75,8 @@ pub(crate) struct Inner {
     pub(crate) ghost_limit: u32,
     pub(crate) oci: Option<Oci>,
     pub(crate) turns: Arc<Turns>,
+    /// Memory is copied before the freeze. Off for good once a dump of that kind has failed.
+    pub(crate) incremental: AtomicBool,
     captures: Arc<Area>,
     /// For captures that do not fit into the other.
     spacious: Arc<Area>,
@@ -96,6 +100,7 @@ pub struct CriuBuilder {
     compression: Option<i32>,
     ghost_limit: Option<u32>,
     runtime: Option<OciRuntime>,
+    incremental: bool,
 }
 
 /// Deleted files that are still open go into the image up to this size.
@@ -164,6 +169,17 @@ impl CriuBuilder {
         self
     }
 
+    /// Where the kernel can tell which pages were written, a capture copies the memory while the sandbox runs, and freezes
+    /// it for what was written meanwhile: a long freeze becomes two short ones, for about as much work again outside of
+    /// them. It needs a kernel from 6.7 on with `CONFIG_MEM_SOFT_DIRTY`, which [`open`](Self::open) tries out. Elsewhere,
+    /// with an OCI runtime, and for a sandbox that the caller has frozen, captures are full ones all the same. What is
+    /// stored is always whole. Off without this call.
+    #[must_use]
+    pub fn incremental(mut self) -> Self {
+        self.incremental = true;
+        self
+    }
+
     /// Opens the directories and finds a CRIU that works on this kernel: its version must be 4.2 or newer from kernel
     /// 6.16 on and 3.18 or newer before, and it must dump small processes with a listening TCP socket and a pipe. The
     /// trial is made once for each binary and kernel and noted in the capture directory.
@@ -198,6 +214,11 @@ impl CriuBuilder {
                 None => Arc::clone(&spacious),
             };
             let program = program::find(self.binary.as_deref(), &captures)?;
+            let incremental = self.incremental
+                && precopy::is_possible().unwrap_or_else(|error| {
+                    tracing::debug!(%error, "this kernel cannot tell which pages were written");
+                    false
+                });
             let oci = self.runtime.map(|runtime| Oci::new(runtime, &program.path, &images)).transpose()?;
             let inner = Inner {
                 oci,
@@ -207,6 +228,7 @@ impl CriuBuilder {
                 locks: self.locks,
                 ghost_limit: self.ghost_limit.unwrap_or(GHOST_LIMIT),
                 turns: Arc::default(),
+                incremental: AtomicBool::new(incremental),
                 captures,
                 spacious,
             };
@@ -233,6 +255,13 @@ impl CriuBackend {
     #[must_use]
     pub fn version(&self) -> String {
         self.inner.program.version.to_string()
+    }
+
+    /// Whether captures copy memory before the freeze: it was [asked for](CriuBuilder::incremental), the kernel can, and
+    /// no such capture has failed in a dump yet.
+    #[must_use]
+    pub fn is_incremental(&self) -> bool {
+        self.inner.incremental.load(Ordering::Relaxed)
     }
 }
 
@@ -347,8 +376,10 @@ impl Captured for CriuCapture {
     async fn persist(self: Box<Self>) -> Result<Artifact> {
         let Self { inner, dumped } = *self;
         let persisted: Persisted = blocking(move || {
-            let Dumped { name, scratch, like, external, facts, .. } = dumped;
-            inner.store.persist(name, Dump { images: &scratch.images(), like, external, facts })
+            let Dumped { name, scratch, precopy, like, external, facts, .. } = dumped;
+            let images = scratch.images();
+            let united = precopy.map_or_else(|| Ok(HashMap::new()), |precopy| precopy.unite(&images))?;
+            inner.store.persist(name, Dump { images: &images, united, like, external, facts })
         })
         .await?;
         Ok(persisted.keep())

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::Arc;
 
 use crab_core::{Error, ErrorKind, Result};
 
@@ -34,9 +35,18 @@ pub(crate) struct Deposit {
     pub(crate) written: u64,
 }
 
-/// A file of the dump.
+/// Pages that lie one after another in a file.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub(crate) file: Arc<File>,
+    /// The first page in the file.
+    pub(crate) first: u64,
+    pub(crate) count: u64,
+}
+
+/// A file of the dump, whole or in parts.
 struct Source {
-    file: File,
+    parts: Vec<Part>,
     image: Image,
 }
 
@@ -51,7 +61,13 @@ impl Source {
             Ok((file, metadata.len()))
         };
         let (file, size) = open().map_err(|e| Error::io(format!("read the image {}", name.escape_default()), e))?;
-        Ok(Self { file, image: Image::new(name, size) })
+        let whole = Part { file: Arc::new(file), first: 0, count: size.div_ceil(PAGE as u64) };
+        Ok(Self { parts: vec![whole], image: Image::new(name, size) })
+    }
+
+    fn of_parts(name: String, parts: Vec<Part>) -> Self {
+        let pages: u64 = parts.iter().map(|part| part.count).sum();
+        Self { parts, image: Image::new(name, pages * PAGE as u64) }
     }
 
     fn pages(&self) -> usize {
@@ -62,19 +78,43 @@ impl Source {
     fn read(&self, first: usize, pages: &mut [u8]) -> Result<()> {
         let offset = first as u64 * PAGE as u64;
         let inside = usize::try_from(self.image.size.saturating_sub(offset)).unwrap_or(usize::MAX).min(pages.len());
-        let (inside, beyond) = pages.split_at_mut(inside);
+        let (mut rest, beyond) = pages.split_at_mut(inside);
         beyond.fill(0);
-        let read = self.file.read_exact_at(inside, offset);
-        read.map_err(|e| Error::io(format!("read the image {}", self.image.name), e))
+        let mut skip = first as u64;
+        for part in &self.parts {
+            if skip >= part.count {
+                skip -= part.count;
+                continue;
+            }
+            let most = usize::try_from((part.count - skip).saturating_mul(PAGE as u64)).unwrap_or(usize::MAX);
+            let (now, later) = rest.split_at_mut(most.min(rest.len()));
+            let read = part.file.read_exact_at(now, (part.first + skip) * PAGE as u64);
+            read.map_err(|e| Error::io(format!("read the image {}", self.image.name), e))?;
+            (rest, skip) = (later, 0);
+            if rest.is_empty() {
+                return Ok(());
+            }
+        }
+        Ok(())
     }
 }
 
 /// Stores the images of `source` in `target`, which holds the packs `base` already. Packs that are not needed any more
-/// are removed from it.
-pub(crate) fn deposit(source: &Path, target: &Path, base: &[Pack], level: i32) -> Result<Deposit> {
+/// are removed from it. An image that `united` names consists of those parts, and not of its own file.
+pub(crate) fn deposit(
+    source: &Path,
+    mut united: HashMap<String, Vec<Part>>,
+    target: &Path,
+    base: &[Pack],
+    level: i32,
+) -> Result<Deposit> {
     let mut names = files::names(source)?;
     names.sort_unstable();
-    let mut sources: Vec<Source> = names.into_iter().map(|name| Source::open(source, name)).collect::<Result<_>>()?;
+    let open = |name: String| match united.remove(&name) {
+        Some(parts) => Ok(Source::of_parts(name, parts)),
+        None => Source::open(source, name),
+    };
+    let mut sources: Vec<Source> = names.into_iter().map(open).collect::<Result<_>>()?;
     let sums = look(&sources)?;
     let known = Known::new(base, &sums);
     let mut new = New::default();

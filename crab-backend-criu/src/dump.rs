@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crab_core::{Artifact, ArtifactId, Condition, Error, ErrorKind, External, Result, Sandbox, SandboxId};
@@ -14,6 +15,7 @@ use crate::cgroup::{Cgroup, FreezerGuard};
 use crate::cut::Cut;
 use crate::failure::CriuFailure;
 use crate::oci::{Oci, Run};
+use crate::precopy::Precopy;
 use crate::preflight;
 use crate::procfs::Stat;
 use crate::program::{self, common_options};
@@ -55,6 +57,8 @@ pub(crate) struct Job {
 pub(crate) struct Dumped {
     pub(crate) name: Reservation,
     pub(crate) scratch: Scratch,
+    /// The dump is to be united with these.
+    pub(crate) precopy: Option<Precopy>,
     pub(crate) like: Option<(SandboxId, ArtifactId)>,
     pub(crate) external: Vec<External>,
     pub(crate) facts: BTreeMap<String, String>,
@@ -80,13 +84,14 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
     if inner.oci.is_some() {
         Oci::suits(&sandbox.external)?;
     }
-    let area = inner.area_for(tree.bytes);
+    let incremental = inner.incremental.load(Ordering::Relaxed) && !frozen && inner.oci.is_none();
+    let area = inner.area_for(if incremental { tree.bytes.saturating_mul(2) } else { tree.bytes });
     let scratch = area.directory()?;
     let io = |e| Error::io("open the capture directory", e);
     let images = files::open_directory(&scratch.images()).map_err(io)?;
     let work = files::open_directory(&scratch.work()).map_err(io)?;
     let cgroup = Cgroup::at(&sandbox.cgroup);
-    let options = Options {
+    let mut options = Options {
         pid: i32::try_from(tree.init).ok(),
         leave_running: Some(true),
         notify_scripts: Some(true),
@@ -110,8 +115,17 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
             Run::Own(swrk)
         }
     };
+    let (precopy, noted) = match incremental {
+        true => precopied(&cgroup, &scratch, deadline, &caller)?,
+        false => (None, Duration::ZERO),
+    };
+    if precopy.is_some() {
+        options.track_mem = Some(true);
+        options.parent_img = Some("../before".to_owned());
+    }
     let mut talk = Talk {
         run,
+        precopy,
         init: tree.init,
         locks: inner.locks,
         images: scratch.images(),
@@ -127,7 +141,7 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         processes: BTreeMap::new(),
     };
     let answer = talk.converse(options);
-    let Talk { run, freezer, stopped_at, refusal, held, tasks, processes, cgroup, .. } = talk;
+    let Talk { run, precopy, freezer, stopped_at, refusal, held, tasks, processes, cgroup, .. } = talk;
     // CRIU lets go of the tasks before it answers; one that did not answer is killed first, for the same.
     let run = answer.is_ok().then_some(run);
     let settled = freezer.map_or(Ok(()), FreezerGuard::settle);
@@ -146,6 +160,9 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         (answer, None) => answer.map_err(|broken| broken.into_error(&what))?,
     };
     if !answer.success || !ended_well {
+        if precopy.is_some() && inner.incremental.swap(false, Ordering::Relaxed) {
+            tracing::warn!("a dump with copies of memory failed: dumps are full ones from now on");
+        }
         let log = scratch.work().join(LOG);
         let text = std::fs::read(&log).unwrap_or_default();
         let kept = inner.store.keep_log(&format!("{}-{artifact}-dump.log", sandbox.id), &log);
@@ -153,9 +170,32 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         return Err(failure.into_error(&format!("cannot {what}"), ErrorKind::Io));
     }
     let stopped = stopped.or_else(|| stats::stopped(&std::fs::read(scratch.work().join("stats-dump")).ok()?));
+    let stopped = stopped.map(|stopped| stopped + noted);
     let mut facts = facts(&inner, tasks, tree.init);
     facts.extend(processes.into_iter().map(|(pid, name)| (Artifact::process_fact(pid), name)));
-    Ok(Dumped { name, scratch, like, external: sandbox.external, facts, stopped })
+    Ok(Dumped { name, scratch, precopy, like, external: sandbox.external, facts, stopped })
+}
+
+/// Copies the memory beforehand, and says how long the sandbox was stopped for that.
+fn precopied(
+    cgroup: &Cgroup,
+    scratch: &Scratch,
+    deadline: Option<Instant>,
+    caller: &Caller,
+) -> Result<(Option<Precopy>, Duration)> {
+    let since = Instant::now();
+    let freezer = FreezerGuard::new(cgroup, None);
+    let noted = cgroup.freeze(deadline).and_then(|()| Precopy::note(cgroup.processes()?, &scratch.before()));
+    freezer.settle()?;
+    let stopped = since.elapsed();
+    let wanted = || match deadline {
+        Some(deadline) if deadline <= Instant::now() => Err(Broken::TimedOut.into_error("copy the processes' memory")),
+        _ if caller.has_gone() => Err(Error::new(ErrorKind::Cancelled, "nobody waits for the capture any more")),
+        _ => Ok(()),
+    };
+    let mut precopy = noted?;
+    precopy.copy(&wanted)?;
+    Ok((Some(precopy), stopped))
 }
 
 fn facts(inner: &Inner, tasks: usize, init: u32) -> BTreeMap<String, String> {
@@ -201,6 +241,7 @@ fn seconds_left(deadline: Option<Instant>) -> u32 {
 /// The conversation of one dump.
 struct Talk {
     run: Run,
+    precopy: Option<Precopy>,
     init: u32,
     locks: FileLocks,
     images: PathBuf,
@@ -269,6 +310,9 @@ impl Talk {
         let processes = preflight::membership(&self.cgroup, self.init)?;
         if self.locks == FileLocks::Keep {
             locks::check(&processes)?;
+        }
+        if let Some(precopy) = &self.precopy {
+            precopy.check()?;
         }
         self.held = true;
         Ok(())

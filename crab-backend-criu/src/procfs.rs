@@ -12,6 +12,8 @@ pub(crate) struct Stat {
     /// The state's letter: `Z` for a zombie.
     pub(crate) state: char,
     pub(crate) parent: u32,
+    /// When it started, in clock ticks since the host did. With its number this names a process for ever.
+    pub(crate) started: u64,
     /// Resident pages.
     pub(crate) pages: u64,
 }
@@ -32,7 +34,8 @@ impl Stat {
             name: name.to_owned(),
             state: fields.next()?.chars().next()?,
             parent: fields.next()?.parse().ok()?,
-            pages: fields.nth(19)?.parse().ok()?,
+            started: fields.nth(17)?.parse().ok()?,
+            pages: fields.nth(1)?.parse().ok()?,
         })
     }
 
@@ -158,7 +161,7 @@ mod tests {
     fn a_name_with_parentheses_is_read_whole() {
         let rest = "S 7 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 5 4096 33 0";
         let stat = Stat::parse(&format!("12 (a) b (c) {rest}")).unwrap();
-        assert_eq!(stat, Stat { name: "a) b (c".into(), state: 'S', parent: 7, pages: 33 });
+        assert_eq!(stat, Stat { name: "a) b (c".into(), state: 'S', parent: 7, started: 5, pages: 33 });
         assert_eq!(Stat::parse("12 (x"), None);
     }
 

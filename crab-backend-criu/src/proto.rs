@@ -1,6 +1,6 @@
-//! The messages of CRIU's RPC that this crate uses, and of its statistics file. Only the fields that are used are
+//! The messages of CRIU's RPC that this crate uses, and of some of its images. Only the fields that are used are
 //! declared: protobuf readers skip what they do not know. Written by hand, with the field numbers of CRIU's
-//! `rpc.proto` and `stats.proto`.
+//! `rpc.proto`, `stats.proto`, `pagemap.proto` and `inventory.proto`.
 
 use prost::Message;
 
@@ -50,6 +50,10 @@ pub(crate) struct Options {
     pub(crate) notify_scripts: Option<bool>,
     #[prost(string, optional, tag = "13")]
     pub(crate) root: Option<String>,
+    #[prost(string, optional, tag = "14")]
+    pub(crate) parent_img: Option<String>,
+    #[prost(bool, optional, tag = "15")]
+    pub(crate) track_mem: Option<bool>,
     #[prost(bool, optional, tag = "16")]
     pub(crate) auto_dedup: Option<bool>,
     #[prost(int32, optional, tag = "17")]
@@ -147,6 +151,44 @@ pub(crate) struct DumpStats {
 pub(crate) struct Stats {
     #[prost(message, optional, tag = "1")]
     pub(crate) dump: Option<DumpStats>,
+}
+
+/// `pagemap_head`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct PagemapHead {
+    #[prost(uint32, required, tag = "1")]
+    pub(crate) pages_id: u32,
+}
+
+/// The pages are in the parent's images.
+pub(crate) const PAGES_IN_PARENT: u32 = 1;
+/// The pages are in this dump's images.
+pub(crate) const PAGES_PRESENT: u32 = 4;
+
+/// `pagemap_entry`: pages that lie one after another in memory.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct PagemapEntry {
+    #[prost(uint64, required, tag = "1")]
+    pub(crate) vaddr: u64,
+    /// `nr_pages` until CRIU 4.1, and since then of no meaning where the other is there.
+    #[prost(uint32, required, tag = "2")]
+    pub(crate) compat_nr_pages: u32,
+    #[prost(bool, optional, tag = "3")]
+    pub(crate) in_parent: Option<bool>,
+    #[prost(uint32, optional, tag = "4")]
+    pub(crate) flags: Option<u32>,
+    #[prost(uint64, optional, tag = "5")]
+    pub(crate) nr_pages: Option<u64>,
+}
+
+/// `inventory_entry`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Inventory {
+    #[prost(uint32, required, tag = "1")]
+    pub(crate) img_version: u32,
+    /// Microseconds since the host started.
+    #[prost(uint64, optional, tag = "8")]
+    pub(crate) dump_uptime: Option<u64>,
 }
 
 #[cfg(test)]

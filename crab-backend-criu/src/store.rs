@@ -11,7 +11,7 @@
 //! each has a hard link of its own, and the file system counts them. So artifacts may go in any order, at any moment,
 //! and a pack goes with the last artifact that needs it.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -24,7 +24,7 @@ use rustix::fs::AtFlags;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use crate::deposit::{Deposit, deposit};
+use crate::deposit::{Deposit, Part, deposit};
 use crate::pack::{BLOCK_PAGES, PAGE, Pack, PackName, Room};
 use crate::rebuild::{Suspects, Whole, corrupt};
 use crate::{files, recipe};
@@ -121,6 +121,8 @@ impl Drop for Persisted {
 pub(crate) struct Dump<'a> {
     /// The directory of its images.
     pub(crate) images: &'a Path,
+    /// Those of them that are put together from parts of files.
+    pub(crate) united: HashMap<String, Vec<Part>>,
     /// The artifact whose pages it is likely to have; without one it is the newest of the sandbox.
     pub(crate) like: Option<(SandboxId, ArtifactId)>,
     pub(crate) external: Vec<External>,
@@ -193,12 +195,12 @@ impl Store {
     fn fill(&self, temporary: &Path, name: &Reservation, dump: Dump<'_>) -> Result<Artifact> {
         let made = std::fs::DirBuilder::new().mode(0o700).create(temporary);
         made.map_err(|e| Error::io(format!("make {}", temporary.display()), e))?;
-        let Dump { images, like, external, facts } = dump;
+        let Dump { images, united, like, external, facts } = dump;
         let base = match like.or_else(|| self.newest(&name.sandbox)) {
             Some((sandbox, artifact)) => self.link_packs(&sandbox, &artifact, temporary),
             None => Vec::new(),
         };
-        let Deposit { packs, recipe, recipe_size, written } = deposit(images, temporary, &base, self.level)?;
+        let Deposit { packs, recipe, recipe_size, written } = deposit(images, united, temporary, &base, self.level)?;
         drop(base);
         let (sandbox, artifact) = (name.sandbox.clone(), name.artifact.clone());
         let recipe = (recipe, recipe_size);
@@ -526,7 +528,7 @@ mod tests {
             let facts = BTreeMap::from([("tasks".to_owned(), "1".to_owned())]);
             let external = vec![External::Pipe { inode: 4 }];
             let like = like.map(|id| (self.sandbox.clone(), id.parse().unwrap()));
-            let dump = Dump { images: source.path(), like, external, facts };
+            let dump = Dump { images: source.path(), united: HashMap::new(), like, external, facts };
             self.store.persist(name, dump).map(Persisted::keep)
         }
         fn put(&self, id: &str) -> Artifact {
@@ -671,7 +673,8 @@ mod tests {
         let source = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink("/etc/passwd", source.path().join("core-1.img")).unwrap();
         let name = world.store.reserve(&world.sandbox, &"a1".parse().unwrap()).unwrap();
-        let dump = Dump { images: source.path(), like: None, external: vec![], facts: BTreeMap::new() };
+        let united = HashMap::new();
+        let dump = Dump { images: source.path(), united, like: None, external: vec![], facts: BTreeMap::new() };
         world.store.persist(name, dump).unwrap_err();
         assert!(files::names(&world.root.join("box")).unwrap().is_empty());
     }

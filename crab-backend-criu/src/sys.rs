@@ -1,9 +1,11 @@
-//! What needs `unsafe`: starting a child that arranges its own surroundings between `fork` and `exec`.
+//! What needs `unsafe`: starting a child that arranges its own surroundings between `fork` and `exec`, and asking the
+//! kernel about pages.
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
+use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 
@@ -55,4 +57,69 @@ pub(crate) fn spawn(mut command: Command, surroundings: Surroundings) -> io::Res
     // allocates nothing.
     unsafe { command.pre_exec(move || surroundings.arrange()) };
     command.spawn()
+}
+
+/// `struct page_region`: pages of the same kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct Region {
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+    pub(crate) kinds: u64,
+}
+
+/// The kinds of pages that `PAGEMAP_SCAN` tells apart.
+pub(crate) const PAGE_OF_FILE: u64 = 1 << 2;
+pub(crate) const PAGE_PRESENT: u64 = 1 << 3;
+pub(crate) const PAGE_SWAPPED: u64 = 1 << 4;
+pub(crate) const PAGE_OF_ZEROS: u64 = 1 << 5;
+pub(crate) const PAGE_LARGE: u64 = 1 << 6;
+pub(crate) const PAGE_WRITTEN: u64 = 1 << 7;
+
+/// `struct pm_scan_arg`.
+#[derive(Default)]
+#[repr(C)]
+struct Scan {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `_IOWR('f', 16, struct pm_scan_arg)`.
+const PAGEMAP_SCAN: libc::c_ulong = 0xc060_6610;
+
+/// The pages from `start` to `end` that are in memory or swapped out and of none of the kinds `without`, from a
+/// `/proc/PID/pagemap`: how many regions were filled in, and where the walk stopped.
+pub(crate) fn scan_pages(
+    pagemap: &File,
+    (start, end): (u64, u64),
+    without: u64,
+    regions: &mut [Region],
+) -> io::Result<(usize, u64)> {
+    let mut scan = Scan {
+        size: std::mem::size_of::<Scan>() as u64,
+        start,
+        end,
+        vec: regions.as_mut_ptr() as u64,
+        vec_len: regions.len() as u64,
+        category_inverted: without,
+        category_mask: without,
+        category_anyof_mask: PAGE_PRESENT | PAGE_SWAPPED,
+        return_mask: PAGE_PRESENT | PAGE_SWAPPED,
+        ..Scan::default()
+    };
+    // SAFETY: the request's structure is the kernel's, `scan` outlives the call, and the kernel writes at most `vec_len`
+    // regions to `vec`, which `regions` borrows for writing.
+    let found = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut scan) };
+    let found = usize::try_from(found).map_err(|_| io::Error::last_os_error())?;
+    Ok((found.min(regions.len()), scan.walk_end))
 }

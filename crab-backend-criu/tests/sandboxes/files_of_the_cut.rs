@@ -11,13 +11,13 @@ use crab_examples::sandbox::{Sandbox, delete_root};
 use crate::support::{World, background, eventually, python, run, world};
 
 /// Snapshots the root at the cut.
-struct Pair {
+pub(crate) struct Pair {
     root: PathBuf,
     saved: PathBuf,
 }
 
 impl Pair {
-    fn of(sandbox: &Sandbox) -> Self {
+    pub(crate) fn of(sandbox: &Sandbox) -> Self {
         let root = sandbox.root();
         let saved = root.with_file_name(format!("{}-saved", root.file_name().unwrap().to_string_lossy()));
         Self { root, saved }
@@ -44,7 +44,7 @@ impl Drop for Pair {
 }
 
 /// Puts the files of the cut where the sandbox's root is.
-fn roll_back(sandbox: &Sandbox, pair: &Pair) {
+pub(crate) fn roll_back(sandbox: &Sandbox, pair: &Pair) {
     delete_root(&sandbox.root()).unwrap();
     snapshot(&pair.saved, &sandbox.root());
 }

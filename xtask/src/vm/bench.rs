@@ -28,9 +28,14 @@ pub(super) fn run(image: &Image, name: &str, json: Option<&Path>) -> Result<bool
         .map(|(path, _)| Path::new(path).to_owned())
         .filter(|_| output.status.success())
         .ok_or("the benches cannot be built")?;
-    let script = format!("/mnt/share/crab-bench {name} --json /mnt/share/figures.json\n");
+    let mut script = format!("/mnt/share/crab-bench {name} --json /mnt/share/figures.json\n");
+    let mut files = vec![(program.clone(), "crab-bench".to_owned())];
+    if name.starts_with("criu") {
+        script.insert_str(0, boot::SANDBOXES);
+        files.push(boot::init()?);
+    }
     let beside = program.parent().unwrap_or(Path::new("."));
-    let share = boot::share(beside, &[(program.clone(), "crab-bench".to_owned())], &script)?;
+    let share = boot::share(beside, &files, &script)?;
     println!("vm: booting for the bench {name}");
     let code = boot::boot(image, &share, LIMIT, |line| println!("{line}"))?;
     if let Some(json) = json.filter(|_| code == 0) {

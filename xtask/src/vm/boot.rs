@@ -10,9 +10,24 @@ use std::time::{Duration, Instant};
 
 use super::image::{Image, virtiofsd};
 use crate::command;
+use crate::setup::Home;
 
 /// The guest's memory in MiB. Pools and images of its tests live in it.
 const MEMORY: u32 = 3584;
+
+/// Makes the guest ready for sandboxes; the program [`INIT`] must be in its share.
+pub(super) const SANDBOXES: &str = include_str!("sandboxes.sh");
+/// The first process of every sandbox.
+pub(super) const INIT: &str = "crab-init";
+
+/// Where it is here, and its name in the share.
+pub(super) fn init() -> Result<(PathBuf, String), String> {
+    let path = Home::from_environment().base().join("sbin").join(INIT);
+    match path.is_file() {
+        true => Ok((path, INIT.to_owned())),
+        false => Err(format!("{} is not there: run `cargo xtask setup` first", path.display())),
+    }
+}
 
 /// A process that ends when this is dropped.
 struct Running(Child);

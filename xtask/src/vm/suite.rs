@@ -10,8 +10,14 @@ use crate::tasks;
 
 /// The packages whose tests run in the guest: of each the programs, all where none is named, and the words of which one
 /// must be in a test's name, where there are any. `CRAB_IN_VM` tells tests that they run there.
-const SUITES: &[(&str, &[&str], &[&str])] =
-    &[("crab-backend-zfs", &[], &[]), ("crab-backend-btrfs", &["conforms", "captures", "restores"], &[])];
+const SUITES: &[(&str, &[&str], &[&str])] = &[
+    ("crab-backend-zfs", &[], &[]),
+    ("crab-backend-btrfs", &["conforms", "captures", "restores"], &[]),
+    ("crab-backend-criu", &["lib", "sandboxes-main"], &["precopy::", "incremental::"]),
+];
+
+/// The package whose tests act on sandboxes.
+const NEEDS_SANDBOXES: &str = "crab-backend-criu";
 
 /// More than it takes; a guest that hangs is ended.
 const LIMIT: Duration = Duration::from_secs(30 * 60);
@@ -156,6 +162,10 @@ fn share(programs: &[Program], test_filter: Option<&str>) -> Result<PathBuf, Str
     let mut lines = String::new();
     let mut files = Vec::new();
     for (number, program) in programs.iter().enumerate() {
+        if program.package == NEEDS_SANDBOXES && files.iter().all(|(_, name)| name != boot::INIT) {
+            files.push(boot::init()?);
+            lines.push_str(boot::SANDBOXES);
+        }
         let file = format!("test-{number}");
         let words = test_filter.map_or(program.words.join(" "), |filter| format!("'{}'", filter.replace('\'', "")));
         lines.push_str(&format!(

@@ -2,6 +2,8 @@
 //!
 //! Plain criu writes its images to the disk that the artifacts are on, and they are synced file by file.
 
+mod incremental;
+
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::process::Command;
@@ -14,6 +16,8 @@ use crab_examples::sandbox::{Config, Sandbox, ScratchRoot, criu_binary, home};
 use tokio::sync::Semaphore;
 
 use crate::report::{Report, percentile};
+
+pub(crate) use incremental::bench as incremental;
 
 /// Sizes of memory in megabytes, how much of it changes before each dump, and how often each is measured.
 const SIZES: &[(usize, usize, usize)] = &[(10, 1, 15), (100, 4, 9), (1000, 10, 5)];
@@ -53,10 +57,14 @@ struct Holder {
 
 impl Holder {
     fn start(name: &str, megabytes: usize, part: usize) -> Outcome<Self> {
+        Self::run(name, HOLDER, megabytes, part)
+    }
+
+    fn run(name: &str, program: &str, megabytes: usize, part: usize) -> Outcome<Self> {
         let id = format!("bench-{}-{name}", std::process::id());
         let root = ScratchRoot::new(&id).map_err(text)?;
         let sandbox = Sandbox::launch(Config::new(id.parse().map_err(text)?, root.path())).map_err(text)?;
-        std::fs::write(root.path().join("root/holder.py"), HOLDER).map_err(text)?;
+        std::fs::write(root.path().join("root/holder.py"), program).map_err(text)?;
         let line = format!("setsid python3 /root/holder.py {megabytes} {part} </dev/null >/dev/null 2>&1 &");
         sandbox.exec(&line).map_err(text)?;
         let holder = Self { sandbox, _root: root };
@@ -66,7 +74,7 @@ impl Holder {
 
     fn wait(&self, n: usize) -> Outcome<()> {
         let path = self.sandbox.root().join("root/done");
-        let deadline = Instant::now() + Duration::from_secs(120);
+        let deadline = Instant::now() + Duration::from_secs(300);
         while std::fs::read_to_string(&path).ok().and_then(|text| text.parse().ok()) != Some(n) {
             if Instant::now() > deadline {
                 return Err("the process in the sandbox does not answer".to_owned());
