@@ -181,8 +181,8 @@ impl CriuBuilder {
     }
 
     /// Opens the directories and finds a CRIU that works on this kernel: its version must be 4.2 or newer from kernel
-    /// 6.16 on and 3.18 or newer before, and it must dump small processes with a listening TCP socket and a pipe. The
-    /// trial is made once for each binary and kernel and noted in the capture directory.
+    /// 6.16 on and 3.18 or newer before, and it must dump small processes with a listening TCP socket, a pipe and a
+    /// thread. The trial is made once for each binary and kernel and noted in the capture directory.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] where no CRIU works, with what is wrong with each; [`ErrorKind::InvalidInput`] where

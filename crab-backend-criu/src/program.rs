@@ -193,12 +193,13 @@ pub(crate) fn common_options(images: i32, work: i32, log: &str) -> Options {
     }
 }
 
-/// Dumps small processes that hold a listening TCP socket and a pipe. `criu check` calls hosts fit that fail at that.
+/// Dumps small processes that hold a listening TCP socket, a pipe and a thread. `criu check` calls hosts fit that fail at
+/// that.
 fn trial(path: &Path, area: &Arc<Area>) -> Result<()> {
     use std::os::fd::AsRawFd;
     let io = |e| Error::io("prepare a trial dump", e);
-    let subject = Subject::start().map_err(io)?;
     let scratch = area.directory()?;
+    let subject = Subject::start(&scratch.work()).map_err(io)?;
     let images = files::open_directory(&scratch.images()).map_err(io)?;
     let work = files::open_directory(&scratch.work()).map_err(io)?;
     let swrk = Swrk::start(path, Surroundings::default(), Some(Instant::now() + TRIAL_TIME))?;
@@ -227,11 +228,18 @@ fn trial(path: &Path, area: &Arc<Area>) -> Result<()> {
 struct Subject(Child);
 
 impl Subject {
-    fn start() -> std::io::Result<Self> {
+    /// `directory` is for a program.
+    fn start(directory: &Path) -> std::io::Result<Self> {
         let listener = OwnedFd::from(TcpListener::bind("127.0.0.1:0")?);
+        let threads = directory.join("threads");
+        let mut file = std::fs::File::options().write(true).create_new(true).mode(0o700).open(&threads)?;
+        file.write_all(&two_threads())?;
+        drop(file);
         let mut command = Command::new("/bin/sh");
         command
-            .args(["-c", "sleep 60 | cat & wait"])
+            // Where nothing in that directory may be run, the trial goes without threads.
+            .args(["-c", "sleep 60 | cat & \"$0\" & wait"])
+            .arg(threads)
             .env_clear()
             .env("PATH", "/usr/bin:/bin")
             .current_dir("/")
@@ -239,8 +247,53 @@ impl Subject {
             .stdout(Stdio::null())
             .stderr(Stdio::null());
         let surroundings = Surroundings { keep: vec![listener], session: true, ..Surroundings::default() };
-        sys::spawn(command, surroundings).map(Self)
+        let subject = sys::spawn(command, surroundings).map(Self)?;
+        let patience = Instant::now() + Duration::from_secs(1);
+        while !subject.has_threads() && cfg!(target_arch = "x86_64") && Instant::now() < patience {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(subject)
     }
+
+    fn has_threads(&self) -> bool {
+        procfs::tree(self.0.id()).into_iter().any(|pid| procfs::status(pid, "Threads:").is_some_and(|n| n != "1"))
+    }
+}
+
+/// A program that starts a thread and waits with it for ever: no tool that is on every machine does.
+fn two_threads() -> Vec<u8> {
+    /// Where it is loaded, and how long its headers are.
+    const PLACE: u64 = 0x40_0000;
+    const HEADERS: u64 = 64 + 56;
+    let code: &[u8] = if cfg!(target_arch = "x86_64") {
+        &[
+            0xb8, 56, 0, 0, 0, // eax = clone
+            0xbf, 0, 0x0f, 5, 0, // edi = CLONE_VM | FS | FILES | SIGHAND | THREAD | SYSVSEM
+            0x48, 0x8d, 0xb4, 0x24, 0, 0xf0, 0xff, 0xff, // rsi = rsp - 4096
+            0x31, 0xd2, 0x45, 0x31, 0xd2, 0x45, 0x31, 0xc0, // edx = r10 = r8 = 0
+            0x0f, 0x05, // system call
+            0xb8, 34, 0, 0, 0, // eax = pause
+            0x0f, 0x05, // system call
+            0xeb, 0xf7, // again
+        ]
+    } else {
+        // Another machine's program does not start, and the trial goes without threads.
+        &[]
+    };
+    let size = HEADERS + code.len() as u64;
+    let mut program = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
+    for word in [PLACE + HEADERS, 64, 0] {
+        program.extend(word.to_le_bytes());
+    }
+    // No flags; 64 bytes of header; one entry of 56 bytes; no sections.
+    program.extend([0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+    // To be loaded, read and run.
+    program.extend([1, 0, 0, 0, 5, 0, 0, 0]);
+    for word in [0, PLACE, PLACE, size, size, 4096] {
+        program.extend(word.to_le_bytes());
+    }
+    program.extend(code);
+    program
 }
 
 impl Drop for Subject {
@@ -269,6 +322,13 @@ mod tests {
         assert!(suits(version(3, 17), "6.1.0-13-amd64").is_err());
         assert!(suits(version(4, 1), "unknown").is_err());
         assert!(suits(version(4, 1), "7.0").is_err());
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn the_trial_is_one_of_threads_too() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(Subject::start(directory.path()).unwrap().has_threads());
     }
 
     #[test]

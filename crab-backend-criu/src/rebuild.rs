@@ -21,6 +21,11 @@ const KEPT: usize = 16;
 /// Packs that were found damaged. Nothing new may refer to them.
 pub(crate) type Suspects = Arc<Mutex<HashSet<PackName>>>;
 
+/// Whether an image holds memory. Those are almost all there is to write, and CRIU opens them last.
+pub(crate) fn is_memory(name: &str) -> bool {
+    name.starts_with("pages-")
+}
+
 /// An artifact whose packs and list of images are at hand.
 #[derive(Debug)]
 pub(crate) struct Whole {
@@ -62,10 +67,16 @@ impl Whole {
         parallel::each(needed.len(), Room::default, check).map(drop)
     }
 
-    /// Writes the images into a directory. `wanted` is asked now and then whether to go on.
-    pub(crate) fn rebuild(&self, directory: &Path, wanted: &(dyn Fn() -> Result<()> + Sync)) -> Result<()> {
-        let mut files = Vec::with_capacity(self.images.len());
-        for image in &self.images {
+    /// Writes the images of some names into a directory. `wanted` is asked now and then whether to go on.
+    pub(crate) fn rebuild(
+        &self,
+        directory: &Path,
+        which: impl Fn(&str) -> bool,
+        wanted: &(dyn Fn() -> Result<()> + Sync),
+    ) -> Result<()> {
+        let images: Vec<&Image> = self.images.iter().filter(|image| which(&image.name)).collect();
+        let mut files = Vec::with_capacity(images.len());
+        for image in &images {
             let make = || {
                 let file = files::create(&directory.join(&image.name))?;
                 file.set_len(image.size)?;
@@ -74,13 +85,12 @@ impl Whole {
             files.push(make().map_err(|e| cannot_write(&image.name, e))?);
         }
         let mut pieces = Vec::new();
-        for (at, image) in self.images.iter().enumerate() {
+        for (at, image) in images.iter().enumerate() {
             cut(at, &image.runs, &mut pieces);
         }
         let one = |blocks: &mut Blocks, n: usize| {
             wanted()?;
-            match pieces.get(n).and_then(|piece| Some((piece, files.get(piece.image)?, self.images.get(piece.image)?)))
-            {
+            match pieces.get(n).and_then(|piece| Some((piece, files.get(piece.image)?, *images.get(piece.image)?))) {
                 Some((piece, file, image)) => self.put(piece, file, image, blocks),
                 None => Ok(()),
             }

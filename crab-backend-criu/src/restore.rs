@@ -5,6 +5,8 @@ use std::ffi::CString;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 use crab_core::{Artifact, Condition, Error, ErrorKind, External, RestoreTarget, Result};
@@ -19,6 +21,7 @@ use crate::oci::Run;
 use crate::procfs::{self, Stat};
 use crate::program::{self, common_options};
 use crate::proto::{Kind, Options, Response};
+use crate::rebuild::is_memory;
 use crate::store::{Body, Opened};
 use crate::swrk::{Broken, Swrk};
 use crate::sys::Surroundings;
@@ -105,9 +108,13 @@ pub(crate) fn run(
         .map_err(|_| stopped(Error::new(ErrorKind::InvalidInput, "the root's path holds a zero byte")))?;
     let area = inner.area_for(whole.size());
     let scratch = area.directory().map_err(stopped)?;
-    whole.rebuild(&scratch.images(), &|| in_time(deadline).and_then(|()| still_wanted(caller))).map_err(stopped)?;
-    // What is known of the packs takes memory.
-    drop(whole);
+    let wanted = || in_time(deadline).and_then(|()| still_wanted(caller));
+    let directory = scratch.images();
+    whole.rebuild(&directory, |name| !is_memory(name), &wanted).map_err(stopped)?;
+    // Our own CRIU begins while the memory is put together, and waits for it. A runtime's cannot.
+    if inner.oci.is_some() {
+        whole.rebuild(&directory, is_memory, &wanted).map_err(stopped)?;
+    }
     let open = |path| files::open_directory(path).map_err(|e| stopped(Error::io("open the work directory", e)));
     let (images, work) = (open(&scratch.images())?, open(&scratch.work())?);
     let options = Options {
@@ -143,23 +150,39 @@ pub(crate) fn run(
             Err(worse) => worse.caused_by(error),
         }
     };
-    let started = match &inner.oci {
-        Some(oci) => oci.restore(&sandbox, &scratch, &options, deadline).map(Run::Runtime),
-        None => {
-            let surroundings = Surroundings { keep, cgroup: entrance, binds, session: false };
-            Swrk::start(&inner.program.path, surroundings, deadline).map(Run::Own)
-        }
-    };
-    let run = match started {
-        Ok(run) => run,
+    let given_up = AtomicBool::new(false);
+    let conversed = std::thread::scope(|scope| {
+        let memory = inner.oci.is_none().then(|| {
+            let wanted = || match given_up.load(Ordering::Relaxed) {
+                true => Err(Error::new(ErrorKind::Cancelled, "CRIU has ended")),
+                false => wanted(),
+            };
+            let (whole, directory) = (&whole, &directory);
+            scope.spawn(move || whole.rebuild(directory, is_memory, &wanted))
+        });
+        let started = match &inner.oci {
+            Some(oci) => oci.restore(&sandbox, &scratch, &options, deadline).map(Run::Runtime),
+            None => {
+                let surroundings = Surroundings { keep, cgroup: entrance, binds, session: false };
+                Swrk::start(&inner.program.path, surroundings, deadline).map(Run::Own)
+            }
+        };
+        let conversed = started.map(|run| {
+            if let Run::Own(swrk) = &run {
+                place.line = procfs::cgroup(swrk.pid());
+            }
+            let mut talk = Talk { run, place: &place, body: &body, caller, memory, init: None, refusal: None };
+            let answer = talk.converse(options);
+            let Talk { run, refusal, .. } = talk;
+            (answer, run, refusal)
+        });
+        given_up.store(true, Ordering::Relaxed);
+        conversed
+    });
+    let (answer, run, refusal) = match conversed {
+        Ok(conversed) => conversed,
         Err(error) => return Err(failed(&place, error.while_doing(&what))),
     };
-    if let Run::Own(swrk) = &run {
-        place.line = procfs::cgroup(swrk.pid());
-    }
-    let mut talk = Talk { run, place: &place, body: &body, caller, init: None, refusal: None };
-    let answer = talk.converse(options);
-    let Talk { run, refusal, .. } = talk;
     let ended_well = match &answer {
         Ok(_) => run.finish().is_ok_and(|status| status.success()),
         Err(_) => {
@@ -280,6 +303,8 @@ struct Talk<'a> {
     place: &'a Place,
     body: &'a Body,
     caller: &'a Caller,
+    /// Puts the memory together, until it was waited for.
+    memory: Option<ScopedJoinHandle<'a, Result<()>>>,
     init: Option<u32>,
     /// Why we broke the restore off.
     refusal: Option<Error>,
@@ -297,6 +322,8 @@ impl Talk<'_> {
             let init = notify.pid.and_then(|pid| u32::try_from(pid).ok());
             self.init = init.or(self.init);
             let done = still_wanted(self.caller).and_then(|()| match (notify.script.as_deref(), self.init) {
+                // Only init is there yet, and next it would read its memory.
+                (Some("post-setup-namespaces"), _) => self.memory_is_there(),
                 (Some("post-restore"), Some(init)) => self.is_complete(init),
                 (Some("pre-resume"), Some(init)) => {
                     reset_strays(init);
@@ -312,8 +339,16 @@ impl Talk<'_> {
         }
     }
 
+    fn memory_is_there(&mut self) -> Result<()> {
+        let ended = |_| Err(Error::new(ErrorKind::Internal, "the thread that puts the memory together ended"));
+        self.memory.take().map_or(Ok(()), |memory| memory.join().unwrap_or_else(ended))
+    }
+
     /// All tasks are there and none has run: there must be as many as at the dump, all in the sandbox's cgroup.
     fn is_complete(&self, init: u32) -> Result<()> {
+        if self.memory.is_some() {
+            return Err(Error::new(ErrorKind::Internal, "CRIU did not wait for the memory"));
+        }
         let Some(wanted) = self.body.facts.get(FACT_TASKS).and_then(|tasks| tasks.parse::<usize>().ok()) else {
             return Err(Error::new(ErrorKind::Corrupt, "the artifact does not say how many processes it holds"));
         };

@@ -537,7 +537,7 @@ mod tests {
         /// The memory that comes back.
         fn rebuilt(&self, artifact: &Artifact) -> Result<Vec<u8>> {
             let target = tempfile::tempdir().unwrap();
-            self.store.open_whole(artifact)?.whole.rebuild(target.path(), &|| Ok(()))?;
+            self.store.open_whole(artifact)?.whole.rebuild(target.path(), |_| true, &|| Ok(()))?;
             let core = std::fs::read_to_string(target.path().join("core-1.img")).unwrap();
             assert_eq!(core, format!("the core of {}", artifact.id));
             assert_eq!(std::fs::read(target.path().join("empty.img")).unwrap(), b"");
@@ -599,7 +599,7 @@ mod tests {
         let artifact = world.persist("a1", &memory((0..4000).map(|n| n / 3999)), None).unwrap();
         assert!(artifact.bytes.unwrap() < 3 * PAGE as u64, "{:?}", artifact.bytes);
         let target = tempfile::tempdir().unwrap();
-        world.store.open_whole(&artifact).unwrap().whole.rebuild(target.path(), &|| Ok(())).unwrap();
+        world.store.open_whole(&artifact).unwrap().whole.rebuild(target.path(), |_| true, &|| Ok(())).unwrap();
         let pages = std::fs::metadata(target.path().join("pages-1.img")).unwrap();
         assert_eq!(pages.len(), 4000 * PAGE as u64);
         assert!(pages.blocks() * 512 < 1 << 20, "{}", pages.blocks());
@@ -686,7 +686,7 @@ mod tests {
         let target = tempfile::tempdir().unwrap();
         let gone = || Err(Error::new(ErrorKind::Cancelled, "gone"));
         let whole = world.store.open_whole(&artifact).unwrap().whole;
-        assert_eq!(whole.rebuild(target.path(), &gone).unwrap_err().kind(), ErrorKind::Cancelled);
+        assert_eq!(whole.rebuild(target.path(), |_| true, &gone).unwrap_err().kind(), ErrorKind::Cancelled);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::support::{World, eventually, get, python, set, world};
 
-const KILLS: u64 = 25;
+const KILLS: u64 = 50;
 const VARIABLE: &str = "CRAB_TEST_DYING";
 
 /// Moments that are spread evenly, in another order each time.
@@ -173,7 +173,7 @@ async fn after_a_kill_of_this_program_in_a_restore_the_next_one_works() {
         // CRIU notices by itself that nobody listens any more; whoever restores again clears the sandbox first.
         sandbox.kill().unwrap();
         assert_eq!(sandbox.condition().unwrap(), Condition::Stopped);
-        if round % 5 == 4 {
+        if round % 10 == 9 {
             world.restore(&sandbox, &first).await.unwrap();
             assert_eq!(get(&sandbox), Some(42), "round {round}");
         }

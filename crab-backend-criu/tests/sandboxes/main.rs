@@ -10,6 +10,7 @@ mod contents;
 mod dying;
 mod externals;
 mod files_of_the_cut;
+mod finding;
 mod incremental;
 mod kinds;
 mod refusing;
