@@ -23,6 +23,13 @@
 //! be removed in any order. A restore puts the images together in memory where they fit, and CRIU gives each page back
 //! as it goes into a task.
 //!
+//! # Shorter freezes
+//! With [`CriuBuilder::incremental`], and on a kernel that marks written pages, a capture copies the memory while the
+//! sandbox runs and freezes it for what was written meanwhile. The marks are not trusted alone: Linux loses those of
+//! memory that `mremap` moves by whole page tables, so every unmarked page must also be the same page of the machine
+//! that was copied. Nothing of an earlier capture is needed, and what is stored is whole. It is off by default, and of no
+//! use where the caller freezes first, as `crab-engine` does.
+//!
 //! # What it refuses
 //! Before anything is stopped, and by name: processes outside the tree or in a user namespace of their own, descriptors
 //! that CRIU cannot save (io_uring, userfaultfd, perf events, seccomp listeners, Landlock rulesets, sockets of unusual
