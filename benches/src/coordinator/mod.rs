@@ -36,7 +36,7 @@ pub(crate) fn run(report: &mut Report) -> Result<(), String> {
     let coordinator = Coordinator::start(model, None)?;
     round_trips(report, model, nginx.address, coordinator.address).map_err(failed("round trips"))?;
     events(report, model, nginx.address, coordinator.address).map_err(failed("events of a stream"))?;
-    many_streams(report, coordinator.address).map_err(failed("many streams"))?;
+    many_streams(report, &coordinator).map_err(failed("many streams"))?;
     drop((nginx, coordinator));
     big_bodies(report, model)?;
     journaled(report, model)
@@ -88,12 +88,13 @@ fn events(report: &mut Report, model: SocketAddr, nginx: SocketAddr, coordinator
     Ok(())
 }
 
-/// Many streams at once, each with its own turn.
-fn many_streams(report: &mut Report, coordinator: SocketAddr) -> std::io::Result<()> {
+/// Many streams at once, each with its own turn, and what has been resident at the most until their end.
+fn many_streams(report: &mut Report, coordinator: &Coordinator) -> std::io::Result<()> {
     let every = Duration::from_secs(1) / EVENTS_A_SECOND;
-    let mut late = client::streams(coordinator, TURN, STREAMS, 6 * EVENTS_A_SECOND, every)?;
+    let mut late = client::streams(coordinator.address, TURN, STREAMS, 6 * EVENTS_A_SECOND, every)?;
     report.add("sse_256_streams_late_ms_p50", percentile(&mut late, 50.0) / 1e3);
     report.add_bounded("sse_256_streams_late_ms_p99", percentile(&mut late, 99.0) / 1e3, 50.0);
+    report.add("sse_256_streams_rss_mb", coordinator.peak()? as f64 / 1024.0);
     Ok(())
 }
 

@@ -304,15 +304,18 @@ proptest! {
         cuts in prop::collection::vec(1usize..200, 1..10),
         chunked: bool,
         is_turn: bool,
+        text in "[a-z]{0,200}",
+        is_stream: bool,
     ) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
+            // What a model's server says, or any bytes whatever.
+            let events = if is_stream { anthropic_events(&text) } else { events };
+            let kind = if is_stream { "text/event-stream" } else { "application/octet-stream" };
             let body = events.concat();
-            let mut raw = if chunked {
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ntransfer-encoding: chunked\r\n\r\n".to_vec()
-            } else {
-                format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len()).into_bytes()
-            };
+            let framing =
+                if chunked { "transfer-encoding: chunked".into() } else { format!("content-length: {}", body.len()) };
+            let mut raw = format!("HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n{framing}\r\n\r\n").into_bytes();
             if chunked {
                 events.iter().for_each(|event| raw.extend(chunk(event)));
                 raw.extend_from_slice(LAST_CHUNK);
