@@ -58,6 +58,15 @@ fn probing_says_what_there_is() {
     for what in ["soft-dirty pages", "CAP_BPF", "changes to btrfs", "changes to ext4", "cgroup v2"] {
         assert!(probe.checks.iter().any(|check| check.what == what), "{what}");
     }
+    let works = probe.checks.iter().any(|check| check.what == "soft-dirty pages" && check.works);
+    if std::env::var_os("CRAB_IN_VM").is_some() {
+        assert!(works, "the kernel there marks pages");
+    } else if let Ok(config) = std::process::Command::new("zcat").arg("/proc/config.gz").output()
+        && config.status.success()
+    {
+        let built_in = String::from_utf8_lossy(&config.stdout).contains("CONFIG_MEM_SOFT_DIRTY=y");
+        assert_eq!(works, built_in);
+    }
 }
 
 #[test]
@@ -498,6 +507,23 @@ fn what_leaves_the_sandbox_is_told() {
     println!("{effects:?}");
     assert_eq!(effects.sent, Some(true));
     assert!(effects.destinations.contains(&"192.0.2.7:9".parse().unwrap()));
+}
+
+#[test]
+fn what_goes_to_the_coordinator_leaves_nothing_outside() {
+    let own = "192.0.2.7:9".parse().unwrap();
+    let Some(mut bench) = bench_with(|| Inspector::builder().coordinator(own).load().unwrap()) else { return };
+    bench.version();
+    let connect = |bench: &Bench<Inspector>, port: u16| {
+        bench.sh(&format!(
+            "python3 -c 'import socket; s = socket.socket(); s.setblocking(False); s.connect_ex((\"192.0.2.7\", {port}))'"
+        ));
+    };
+    connect(&bench, 9);
+    assert_eq!(bench.take().effects.sent, Some(false), "the coordinator's own address");
+    connect(&bench, 10);
+    let effects = bench.take().effects;
+    assert_eq!((effects.sent, effects.destinations), (Some(true), vec!["192.0.2.7:10".parse().unwrap()]));
 }
 
 #[test]

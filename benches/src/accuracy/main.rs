@@ -17,7 +17,8 @@ use crab_examples::session::Session;
 use table::Table;
 
 const USAGE: &str = "crab-accuracy [--traces DIR] [--count N] [--json FILE]
-DIR holds recorded sessions (*.jsonl); CRAB_TRACES names it too. The project's own session is always played.";
+DIR holds recorded sessions (*.jsonl); CRAB_TRACES names it too. Of these COUNT are played, taken from all parts of the
+list of their names, and the project's own sessions always.";
 
 fn main() -> ExitCode {
     match run() {
@@ -53,7 +54,7 @@ fn options() -> Result<Options, String> {
 
 fn run() -> Result<(), String> {
     let options = options()?;
-    let mut sessions = vec![Session::ticket_desk().map_err(|error| error.to_string())?];
+    let mut sessions = Session::all().map_err(|error| error.to_string())?;
     if let Some(folder) = &options.traces {
         let mut paths: Vec<PathBuf> = std::fs::read_dir(folder)
             .map_err(|error| format!("read {}: {error}", folder.display()))?
@@ -61,11 +62,11 @@ fn run() -> Result<(), String> {
             .filter(|path| path.extension().is_some_and(|end| end == "jsonl"))
             .collect();
         paths.sort();
-        for path in paths {
-            sessions.push(Session::load(&path).map_err(|error| error.to_string())?);
+        let (all, count) = (paths.len(), options.count.min(paths.len()));
+        for at in 0..count {
+            sessions.push(Session::load(&paths[at * all / count]).map_err(|error| error.to_string())?);
         }
     }
-    sessions.truncate(options.count);
     let mut table = Table::default();
     for (at, session) in sessions.iter().enumerate() {
         println!("{} of {}: {} ({} turns)", at + 1, sessions.len(), session.name, session.responses.len());
@@ -74,11 +75,14 @@ fn run() -> Result<(), String> {
             table.sessions_cut_short += 1;
         }
         table.sessions += 1;
+        // Recorded ones are named AGENT__PROJECT__NUMBER.
+        let agent = session.name.split_once("__").map_or("the project's own", |(agent, _)| agent);
+        *table.agents.entry(agent.to_owned()).or_default() += 1;
         // A long run leaves what it has if it is stopped.
         if let Some(path) = &options.json {
             table.write(path)?;
         }
     }
     table.print();
-    Ok(())
+    table.check()
 }

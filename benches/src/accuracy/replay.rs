@@ -81,7 +81,11 @@ pub(crate) fn play(session: &Session, table: &mut Table) -> Result<(), String> {
             let cwd = PathBuf::from(&session.cwd);
             let options = ExecOptions { cwd, timeout: Some(PATIENCE), ..ExecOptions::default() };
             // What fails or takes too long had its effects all the same.
-            let _ = sandbox.exec_with(&call.shell(), &options);
+            let line = match call.input.get("content").and_then(|content| content.as_str()) {
+                Some(patch) if call.tool == "apply_patch" => patch_command(patch),
+                _ => call.shell(),
+            };
+            let _ = sandbox.exec_with(&line, &options);
         }
         let place = format!("{}, turn {}", session.name, turn + 1);
         base = frozen(&sandbox, || {
@@ -125,6 +129,32 @@ fn frozen<T>(sandbox: &Sandbox, work: impl FnOnce() -> Result<T, String>) -> Res
     let done = work();
     sandbox.thaw().map_err(text)?;
     done
+}
+
+/// What a patch does, where the files that it is for are not there: each gets the lines that it adds.
+fn patch_command(patch: &str) -> String {
+    let mut command = String::new();
+    let mut added: Option<(String, String)> = None;
+    let mut finish = |added: Option<(String, String)>| {
+        if let Some((path, text)) = added {
+            let path = quote(&path);
+            command.push_str(&format!("mkdir -p \"$(dirname {path})\"; printf %s {} >> {path}; ", quote(&text)));
+        }
+    };
+    for line in patch.lines() {
+        if let Some(head) = line.strip_prefix("*** ") {
+            finish(added.take());
+            added = ["Add File: ", "Update File: "]
+                .iter()
+                .find_map(|what| head.strip_prefix(what))
+                .map(|path| (path.to_owned(), String::new()));
+        } else if let (Some((_, text)), Some(line)) = (&mut added, line.strip_prefix('+')) {
+            text.push_str(line);
+            text.push('\n');
+        }
+    }
+    finish(added);
+    command + "true"
 }
 
 /// A stand-in for what the session began with: a repository with a few files.

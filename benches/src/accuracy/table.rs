@@ -1,5 +1,6 @@
 //! What was counted, and the rates that come of it.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// One domain's verdicts against the oracle's.
@@ -45,6 +46,8 @@ impl Counts {
 pub(crate) struct Table {
     pub(crate) sessions: u64,
     pub(crate) sessions_cut_short: u64,
+    /// How many sessions are of which agent.
+    pub(crate) agents: BTreeMap<String, u64>,
     pub(crate) turns: u64,
     pub(crate) skipped: u64,
     pub(crate) files: Counts,
@@ -86,14 +89,31 @@ impl Table {
             );
         }
         println!("{} of {} turns needed no checkpoint", self.skipped, self.turns);
+        let agents: Vec<String> = self.agents.iter().map(|(agent, count)| format!("{agent} {count}")).collect();
+        println!("sessions: {}", agents.join(", "));
         for line in &self.wrong {
             println!("  {line}");
+        }
+    }
+
+    /// Whether the rates are within their bounds.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let bounds = [
+            ("fs_fnr", self.files.false_negative(), 0.0),
+            ("fs_fpr", self.files.false_positive(), 0.01),
+            ("process_fnr", self.processes.false_negative(), 0.0),
+            ("process_fpr", self.processes.false_positive(), 0.02),
+        ];
+        match bounds.iter().find(|(_, rate, bound)| rate > bound) {
+            Some((name, rate, bound)) => Err(format!("{name} is {rate:.4}, and at most {bound} is allowed")),
+            None => Ok(()),
         }
     }
 
     pub(crate) fn write(&self, path: &Path) -> Result<(), String> {
         let mut figures: serde_json::Map<String, serde_json::Value> =
             self.figures().into_iter().map(|(name, value)| (name.to_owned(), serde_json::json!(value))).collect();
+        figures.insert("agents".to_owned(), serde_json::json!(self.agents));
         figures.insert("wrong".to_owned(), serde_json::json!(self.wrong));
         let text = format!("{:#}\n", serde_json::Value::Object(figures));
         std::fs::write(path, text).map_err(|error| format!("cannot write {}: {error}", path.display()))

@@ -8,6 +8,7 @@
 mod ioctl;
 mod items;
 
+use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
@@ -170,7 +171,13 @@ impl Lineage {
         if too_many {
             return Err(Stop::TooMuch("many files were touched"));
         }
-        let mut pair = Trees { new: (live, tree), old: (&self.old, self.old.info()?.tree), searcher: Searcher::new() };
+        let mut pair = Trees {
+            new: (live, tree),
+            old: (&self.old, self.old.info()?.tree),
+            searcher: Searcher::new(),
+            candidates: &candidates,
+            ahead: [Ahead::default(), Ahead::default()],
+        };
         net::compare(&mut pair, self.since, &candidates, limits)
     }
 }
@@ -182,10 +189,28 @@ fn torn() -> io::Error {
 /// The most items of one inode that are held in memory.
 const BODY_ITEMS: usize = 100_000;
 
+/// So many candidates are read by one search, where so many numbers lie between the first and the last, and as long as
+/// there are no more items than these.
+const AHEAD: usize = 64;
+const AHEAD_SPAN: u64 = 256;
+const AHEAD_ITEMS: usize = 4096;
+
+/// What one search read of several inodes that are asked for one after the other.
+#[derive(Default)]
+struct Ahead {
+    /// The candidates that it is about.
+    range: std::ops::Range<usize>,
+    inodes: BTreeMap<u64, (Inode, Body)>,
+}
+
 struct Trees<'a> {
     new: (&'a Subvolume, u64),
     old: (&'a Subvolume, u64),
     searcher: Searcher,
+    /// The inodes that will be asked for, in order.
+    candidates: &'a [u64],
+    /// Of the new side and of the old one.
+    ahead: [Ahead; 2],
 }
 
 impl Trees<'_> {
@@ -210,6 +235,38 @@ impl Trees<'_> {
         self.searcher.search(&subvolume.fd, tree, first, last, 0, each)
     }
 
+    /// Reads a candidate and some that follow it. Without an effect where they hold too much to be read together.
+    fn read_ahead(&mut self, side: Side, number: u64) -> io::Result<()> {
+        let candidates = self.candidates;
+        let Ok(first) = candidates.binary_search(&number) else { return Ok(()) };
+        if self.ahead[side as usize].range.contains(&first) {
+            return Ok(());
+        }
+        let near = candidates[first..].iter().take(AHEAD).take_while(|other| **other - number < AHEAD_SPAN).count();
+        let last = candidates[first + near - 1];
+        let mut inodes = BTreeMap::<u64, (Inode, Body)>::new();
+        let (mut count, mut reached) = (0, number);
+        self.each(side, (number, items::INODE_ITEM, 0), (last, items::EXTENT_DATA, u64::MAX), |item| {
+            count += 1;
+            reached = item.key.0;
+            if item.key.1 == items::INODE_ITEM {
+                let inode = items::inode(item.data).ok_or_else(torn)?;
+                inodes.insert(item.key.0, (inode, Body::default()));
+            } else if let Some((_, body)) = inodes.get_mut(&item.key.0) {
+                add(body, &item)?;
+            }
+            Ok(count <= AHEAD_ITEMS)
+        })?;
+        let mut end = first + near;
+        if count > AHEAD_ITEMS {
+            // What the last one holds is not whole; it is read alone where it is the first.
+            inodes.remove(&reached);
+            end = candidates.partition_point(|other| *other < reached).max(first + 1);
+        }
+        self.ahead[side as usize] = Ahead { range: first..end, inodes };
+        Ok(())
+    }
+
     /// Opens a file by its number, through one of its names and nothing that could lead elsewhere.
     fn open(&self, side: Side, number: u64) -> io::Result<File> {
         let (subvolume, _) = self.side(side);
@@ -230,8 +287,34 @@ impl Trees<'_> {
     }
 }
 
+/// Adds what an item says to what its inode holds.
+fn add(body: &mut Body, item: &ioctl::RawItem<'_>) -> io::Result<()> {
+    match item.key.1 {
+        items::DIR_INDEX => {
+            for (name, entry, _) in items::names(item.data).ok_or_else(torn)? {
+                body.entries.insert(name, entry);
+            }
+        }
+        items::XATTR_ITEM => {
+            for (name, _, value) in items::names(item.data).ok_or_else(torn)? {
+                body.attributes.insert(name, value);
+            }
+        }
+        items::EXTENT_DATA => {
+            let extent = items::extent(item.data).ok_or_else(torn)?;
+            body.extents.insert(item.key.2, extent);
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
 impl Pair for Trees<'_> {
     fn inode(&mut self, side: Side, number: u64) -> io::Result<Option<Inode>> {
+        self.read_ahead(side, number)?;
+        if let Some((inode, _)) = self.ahead[side as usize].inodes.get(&number) {
+            return Ok(Some(inode.clone()));
+        }
         let mut found = None;
         let key = (number, items::INODE_ITEM, 0);
         self.each(side, key, key, |item| {
@@ -244,6 +327,10 @@ impl Pair for Trees<'_> {
     }
 
     fn body(&mut self, side: Side, number: u64) -> io::Result<Option<Body>> {
+        // Asked for once.
+        if let Some((_, body)) = self.ahead[side as usize].inodes.remove(&number) {
+            return Ok(Some(body));
+        }
         let mut body = Body::default();
         let mut count = 0;
         self.each(side, (number, items::XATTR_ITEM, 0), (number, items::EXTENT_DATA, u64::MAX), |item| {
@@ -251,23 +338,7 @@ impl Pair for Trees<'_> {
             if item.key.0 != number {
                 return Ok(true);
             }
-            match item.key.1 {
-                items::DIR_INDEX => {
-                    for (name, entry, _) in items::names(item.data).ok_or_else(torn)? {
-                        body.entries.insert(name, entry);
-                    }
-                }
-                items::XATTR_ITEM => {
-                    for (name, _, value) in items::names(item.data).ok_or_else(torn)? {
-                        body.attributes.insert(name, value);
-                    }
-                }
-                items::EXTENT_DATA => {
-                    let extent = items::extent(item.data).ok_or_else(torn)?;
-                    body.extents.insert(item.key.2, extent);
-                }
-                _ => {}
-            }
+            add(&mut body, &item)?;
             Ok(count <= BODY_ITEMS)
         })?;
         Ok((count <= BODY_ITEMS).then_some(body))

@@ -1,7 +1,7 @@
 //! Which tests run in the virtual machine, and what became of them.
 
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::boot;
@@ -14,10 +14,15 @@ const SUITES: &[(&str, &[&str], &[&str])] = &[
     ("crab-backend-zfs", &[], &[]),
     ("crab-backend-btrfs", &["conforms", "captures", "restores"], &[]),
     ("crab-backend-criu", &["lib", "sandboxes-main"], &["precopy::", "incremental::"]),
+    ("crab-inspector", &["conformance", "inspector"], &["the_inspector_keeps_the_rules", "probing"]),
 ];
 
 /// The package whose tests act on sandboxes.
 const NEEDS_SANDBOXES: &str = "crab-backend-criu";
+
+/// What tests need and the guest cannot build: the package, the source, and the name of the variable that tells where
+/// it is.
+const TOOLS: &[(&str, &str, &str)] = &[("crab-inspector", "crab-inspector/tests/mutate.c", "CRAB_TEST_MUTATE")];
 
 /// More than it takes; a guest that hangs is ended.
 const LIMIT: Duration = Duration::from_secs(30 * 60);
@@ -159,8 +164,15 @@ fn executable(line: &str) -> Option<(String, PathBuf)> {
 /// What the guest runs: the programs, one after the other.
 fn share(programs: &[Program], test_filter: Option<&str>) -> Result<PathBuf, String> {
     let first = programs.first().ok_or("there is nothing to run")?;
+    let beside = first.path.parent().unwrap_or(Path::new("."));
     let mut lines = String::new();
     let mut files = Vec::new();
+    for (package, source, variable) in TOOLS {
+        if programs.iter().any(|program| program.package == *package) {
+            files.push((compile(source, beside)?, (*variable).to_owned()));
+            lines.push_str(&format!("export {variable}=/mnt/share/{variable}\n"));
+        }
+    }
     for (number, program) in programs.iter().enumerate() {
         if program.package == NEEDS_SANDBOXES && files.iter().all(|(_, name)| name != boot::INIT) {
             files.push(boot::init()?);
@@ -174,7 +186,23 @@ fn share(programs: &[Program], test_filter: Option<&str>) -> Result<PathBuf, Str
         ));
         files.push((program.path.clone(), file));
     }
-    boot::share(first.path.parent().unwrap_or(Path::new(".")), &files, &lines)
+    boot::share(beside, &files, &lines)
+}
+
+/// Compiles a C program of the project.
+fn compile(source: &str, into: &Path) -> Result<PathBuf, String> {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(source);
+    let program = into.join("crab-vm-tool");
+    let output = Command::new("cc")
+        .args(["-O1", "-w", "-o"])
+        .args([&program, &from])
+        .output()
+        .map_err(|error| format!("cannot start cc: {error}"))?;
+    if output.status.success() {
+        Ok(program)
+    } else {
+        Err(format!("{source} cannot be compiled:\n{}", String::from_utf8_lossy(&output.stderr)))
+    }
 }
 
 #[cfg(test)]
