@@ -12,7 +12,7 @@ use crate::bpf::layout::{Destination, NOBODY, Slot, left, pipe_bits};
 const KEPT: usize = 64;
 
 /// Pipes that were used, as a filter: one that was used is always found, one that was not hardly ever.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Pipes(Vec<u64>);
 
 impl Pipes {
@@ -40,7 +40,7 @@ impl Pipes {
 }
 
 /// What happened in one or more intervals that follow each other.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Interval {
     /// The first of the intervals.
     pub(crate) epoch: u64,
@@ -124,7 +124,7 @@ impl From<&Slot> for Interval {
 }
 
 /// The intervals of a sandbox, the oldest first.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct History {
     intervals: VecDeque<Interval>,
     /// What is older is of no interest any more.

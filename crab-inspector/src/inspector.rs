@@ -80,7 +80,7 @@ impl InspectorBuilder {
     /// Lets the programs note on when this process ends. They and their maps are pinned in `pins`, a folder of a bpffs;
     /// what the versions hold is written to `state`, a folder of this inspector's own. An inspector that is loaded with
     /// the same folders then goes on where this one ended: attaching a sandbox that was watched, with the same cgroup
-    /// and root, keeps its base, unless more than six takes were made since, or it is detached first. The base of a
+    /// and root, keeps its base, unless more than six takes were made since the last re-base, or it is detached first. The base of a
     /// domain that had no version is still unknown. One process at a time may use the folders.
     ///
     /// Pinned programs slow down the host until [`Inspector::unpin`].
@@ -192,9 +192,9 @@ impl StateDelta for Inspector {
         let place = root.place();
         let kept = self.state.as_ref().filter(|_| !again).and_then(|state| state.read(&sandbox.id));
         let kept = kept.and_then(|kept| {
-            let since = kept.epoch.min(kept.mark.moment?.epoch);
+            kept.mark.moment?;
             let same = !kept.root.is_empty() && kept.root == root.identity();
-            let registered = self.kernel.resume(&sandbox.cgroup, place, since).filter(|_| same)?;
+            let registered = self.kernel.resume(&sandbox.cgroup, place, kept.current).filter(|_| same)?;
             Some((kept, registered))
         });
         let (kept, registered) = match kept {
@@ -746,7 +746,9 @@ impl Watched {
             let mounts = Mounts::clone(&base.mounts);
             let (cgroup, root) = (Kernel::cgroup_of(&self.registered), self.root.identity());
             let moment = (base.epoch, base.time);
-            Saved::new(cgroup, root, moment, mounts, mark, self.tree.clone(), self.asynchronous).with(&base.census)
+            Saved::new(cgroup, root, moment, mounts, mark, self.tree.clone(), self.asynchronous)
+                .with(&base.census)
+                .noted(&self.history, self.registered.epoch())
         });
         let done = match kept {
             Some(kept) => state.write(&self.id, &kept),
@@ -767,12 +769,16 @@ impl Watched {
         let seen =
             Seen { epoch: kept.epoch, time: kept.time, census: Arc::new(kept.census()), mounts: Arc::new(kept.mounts) };
         self.asynchronous = kept.asynchronous;
+        self.history = kept.history;
         self.back = u64::MAX;
         self.settled = kept.mark.moment.filter(|_| self.told);
         self.files = filesystem::base(&self.root, kept.tree.as_ref(), Some(kept.mark.clone()));
         self.tree = kept.tree;
         self.mark = Some(kept.mark.clone());
         self.ledger = Ledger::resumed(token, Some(kept.mark), Some(seen));
+        // So that the next successor goes on from here. Where it cannot be read, that is noted as everything.
+        let _ = self.read();
+        self.keep();
         tracing::info!(sandbox = %self.id, "goes on with what an earlier process watched");
     }
 }

@@ -1,7 +1,8 @@
 //! What is kept of a sandbox for the process that comes after this one, where the programs are pinned.
 //!
 //! The programs note on while nobody reads, but the base is known here alone: which moment it was, and what lived then.
-//! It is written at each rebase. A successor goes on from it where all that was noted since is still in the maps.
+//! It is written at each rebase, with what was noted up to then. A successor goes on from it where all that was noted
+//! since is still in the maps.
 
 use std::fs;
 use std::io::{self, Write};
@@ -12,6 +13,7 @@ use crab_core::SandboxId;
 use serde::{Deserialize, Serialize};
 
 use crate::filesystem::Mark;
+use crate::history::History;
 use crate::mounts::Mounts;
 use crate::tasks::{Census, Thread, Trace};
 
@@ -28,6 +30,9 @@ pub(crate) struct Saved {
     pub(crate) time: u64,
     threads: Vec<(Thread, Trace)>,
     usage: u64,
+    /// What was noted since, and the interval that was not over when this was written.
+    pub(crate) history: History,
+    pub(crate) current: u64,
     pub(crate) mounts: Mounts,
     /// Of the files' base.
     pub(crate) mark: Mark,
@@ -39,6 +44,12 @@ pub(crate) struct Saved {
 impl Saved {
     pub(crate) fn census(&self) -> Census {
         Census { threads: self.threads.iter().cloned().collect(), usage: self.usage }
+    }
+
+    /// The same with what was noted up to an interval.
+    pub(crate) fn noted(mut self, history: &History, current: u64) -> Self {
+        (self.history, self.current) = (history.clone(), current);
+        self
     }
 
     /// The same with what lived.
@@ -66,6 +77,8 @@ impl Saved {
             time,
             threads: Vec::new(),
             usage: 0,
+            history: History::default(),
+            current: epoch,
             mounts,
             mark,
             tree,

@@ -43,7 +43,7 @@ pub(crate) fn pipe_bits(inode: u64) -> [usize; 3] {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Destination {
     pub(crate) address: [u8; 16],
     pub(crate) port: u16,
