@@ -12,8 +12,6 @@ use linux_raw_sys::ioctl as number;
 use rustix::io::{Errno, Result};
 use rustix::ioctl::{Getter, Opcode, Setter, Updater, ioctl};
 
-use crate::send::stream::Encoding;
-
 /// What the kernel tells about a subvolume.
 pub(crate) type SubvolumeInfo = raw::btrfs_ioctl_get_subvol_info_args;
 
@@ -176,28 +174,6 @@ pub(crate) fn send(snapshot: impl AsFd, output: impl AsFd, options: SendOptions)
     // SAFETY: the number belongs to this argument type, which the kernel only reads; `sources` holds `count` numbers
     // and outlives the call, and so does `output`.
     unsafe { ioctl(snapshot, Setter::<{ number::BTRFS_IOC_SEND as Opcode }, _>::new(args)) }
-}
-
-/// Writes compressed data as it is. EINVAL where the filesystem cannot keep it so.
-pub(crate) fn write_encoded(file: impl AsFd, offset: u64, data: &[u8], encoding: Encoding) -> Result<()> {
-    let data = libc::iovec { iov_base: data.as_ptr().cast_mut().cast(), iov_len: data.len() };
-    let args = raw::btrfs_ioctl_encoded_io_args {
-        iov: (&raw const data).cast(),
-        iovcnt: 1,
-        offset: i64::try_from(offset).map_err(|_| Errno::INVAL)?,
-        flags: 0,
-        len: encoding.file_length,
-        unencoded_len: encoding.length,
-        unencoded_offset: encoding.offset,
-        compression: encoding.compression,
-        encryption: encoding.encryption,
-        reserved: [0; 64],
-    };
-    const WRITE: Opcode = rustix::ioctl::opcode::write::<raw::btrfs_ioctl_encoded_io_args>(0x94, 64);
-    // It returns the length that was written, which rustix takes for the success that it is.
-    // SAFETY: the number belongs to this argument type, which the kernel only reads, as it does the bytes that the one
-    // vector names; both outlive the call.
-    unsafe { ioctl(file, Setter::<WRITE, _>::new(args)) }
 }
 
 /// Makes a range of `file` share the blocks of a range of `source`.

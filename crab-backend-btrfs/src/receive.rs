@@ -77,10 +77,6 @@ impl<'a> Receiving<'a> {
                 let done = file.write_all_at(data, offset);
                 done.map_err(|error| Error::io(format_args!("write {}", Self::shown(path)), error))
             }
-            Command::WriteEncoded { path, offset, data, encoding } => {
-                let file = self.file(path).map_err(failed("open", path))?;
-                ioctl::write_encoded(file, offset, data, encoding).map_err(failed("write compressed data to", path))
-            }
             Command::Clone { path, offset, length, from, from_path, from_offset } => {
                 let source = match self.base {
                     _ if from == self.uuid => self.root,

@@ -190,9 +190,6 @@ impl Steps {
                 }
                 Command::Unlink { path } | Command::RemoveDirectory { path } => self.names.remove(path),
                 Command::Write { path, offset, data } => self.range(path, offset, data.len() as u64),
-                Command::WriteEncoded { path, offset, encoding, .. } => {
-                    self.range(path, offset, encoding.file_length);
-                }
                 Command::Clone { path, offset, length, .. }
                 | Command::Extent { path, offset, length }
                 | Command::Allocate { path, offset, length, .. } => self.range(path, offset, length),

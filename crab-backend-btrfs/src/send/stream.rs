@@ -83,12 +83,6 @@ pub(crate) enum Command<'a> {
         offset: u64,
         data: &'a [u8],
     },
-    WriteEncoded {
-        path: &'a [u8],
-        offset: u64,
-        data: &'a [u8],
-        encoding: Encoding,
-    },
     /// Shares a range of another file.
     Clone {
         path: &'a [u8],
@@ -133,19 +127,6 @@ pub(crate) enum Command<'a> {
         length: u64,
     },
     End,
-}
-
-/// How compressed data is to be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Encoding {
-    /// Bytes of the file that it stands for.
-    pub(crate) file_length: u64,
-    /// Bytes that come out of it.
-    pub(crate) length: u64,
-    /// Where in what comes out the file's bytes begin.
-    pub(crate) offset: u64,
-    pub(crate) compression: u32,
-    pub(crate) encryption: u32,
 }
 
 /// Reads commands one by one.
@@ -235,11 +216,6 @@ mod attribute {
     pub(super) const CLONE_OFFSET: usize = 23;
     pub(super) const CLONE_LENGTH: usize = 24;
     pub(super) const ALLOCATE_MODE: usize = 25;
-    pub(super) const PLAIN_FILE_LENGTH: usize = 27;
-    pub(super) const PLAIN_LENGTH: usize = 28;
-    pub(super) const PLAIN_OFFSET: usize = 29;
-    pub(super) const COMPRESSION: usize = 30;
-    pub(super) const ENCRYPTION: usize = 31;
 }
 use attribute as at;
 
@@ -355,25 +331,8 @@ impl<'a> Attributes<'a> {
                 length: self.number(at::SIZE)?,
             }),
             24 => Ok(Command::SetFlags { path: path()? }),
-            25 => Ok(Command::WriteEncoded {
-                path: path()?,
-                offset: self.number(at::OFFSET)?,
-                data: self.bytes(at::DATA)?,
-                encoding: Encoding {
-                    file_length: self.number(at::PLAIN_FILE_LENGTH)?,
-                    length: self.number(at::PLAIN_LENGTH)?,
-                    offset: self.number(at::PLAIN_OFFSET)?,
-                    compression: self.optional(at::COMPRESSION)?,
-                    encryption: self.optional(at::ENCRYPTION)?,
-                },
-            }),
             _ => Err(damaged(&format!("holds the command {number}, which is not known"))),
         }
-    }
-
-    /// A 32-bit number that is zero where it is not sent.
-    fn optional(&self, number: usize) -> Result<u32> {
-        self.0[number].map_or(Ok(0), |_| self.array(number).map(u32::from_le_bytes))
     }
 }
 
