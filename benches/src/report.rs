@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::time::Instant;
 
+pub(crate) use crab_examples::percentile::percentile;
+
 /// Figures in the order in which they were added, some with the bound that they should keep.
 pub(crate) struct Report {
     name: String,
@@ -42,13 +44,6 @@ impl Report {
         let text = format!("{:#}\n", serde_json::Value::Object(figures));
         std::fs::write(path, text).map_err(|error| format!("cannot write {}: {error}", path.display()))
     }
-}
-
-/// The value below which `percent` of the sorted samples lie (nearest rank); 0 without samples.
-pub(crate) fn percentile(samples: &mut [f64], percent: f64) -> f64 {
-    samples.sort_by(f64::total_cmp);
-    let rank = (percent / 100.0 * samples.len() as f64).ceil() as usize;
-    samples.get(rank.saturating_sub(1).min(samples.len().saturating_sub(1))).copied().unwrap_or(0.0)
 }
 
 /// What two reads of the clock cost: the floor under every other figure.

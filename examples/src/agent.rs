@@ -18,9 +18,11 @@ use tokio::net::TcpStream;
 use crate::session::Call;
 
 /// An agent and its conversation.
+#[derive(Clone, Debug)]
 pub struct Agent {
     model: SocketAddr,
     path: String,
+    wanted: String,
     messages: Vec<Value>,
 }
 
@@ -37,7 +39,15 @@ impl Agent {
     /// An agent with a task, that posts to `path` at `model`.
     #[must_use]
     pub fn new(model: SocketAddr, path: &str, task: &str) -> Self {
-        Self { model, path: path.to_owned(), messages: vec![json!({"role": "user", "content": task})] }
+        let messages = vec![json!({"role": "user", "content": task})];
+        Self { model, path: path.to_owned(), wanted: "scripted".to_owned(), messages }
+    }
+
+    /// The same, that names this model in its requests.
+    #[must_use]
+    pub fn of_model(mut self, name: &str) -> Self {
+        name.clone_into(&mut self.wanted);
+        self
     }
 
     /// Posts elsewhere from now on.
@@ -61,7 +71,7 @@ impl Agent {
     /// The body of the request that would be sent now.
     #[must_use]
     pub fn request(&self) -> Vec<u8> {
-        json!({"model": "scripted", "max_tokens": 4096, "stream": true, "messages": self.messages})
+        json!({"model": self.wanted, "max_tokens": 4096, "stream": true, "messages": self.messages})
             .to_string()
             .into_bytes()
     }

@@ -1,7 +1,7 @@
 //! Compares the end of a run with the end of the fault-free run: the tree, the answers of live servers, the
 //! conversation.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, OsStr};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -9,8 +9,11 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crab_core::{Error, Result};
+use parking_lot::Mutex;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
+
+use crate::sandbox::home;
 
 /// What a run ended with.
 #[derive(Clone, Debug, Default)]
@@ -82,7 +85,8 @@ pub fn describe_tree(root: &Path, ignore: &[String]) -> Result<BTreeMap<PathBuf,
             let inside = Path::new("/").join(path.strip_prefix(root).unwrap_or(&path));
             let metadata = fs::symlink_metadata(&path).map_err(|e| Error::io(format!("stat {}", path.display()), e))?;
             let ignored = ignore.iter().any(|ignored| inside.starts_with(ignored));
-            tree.insert(inside, describe(&path, &metadata, ignored)?);
+            let described = describe(&path, &inside, &metadata, ignored)?;
+            tree.insert(inside, described);
             if metadata.is_dir() {
                 folders.push(path);
             }
@@ -91,7 +95,7 @@ pub fn describe_tree(root: &Path, ignore: &[String]) -> Result<BTreeMap<PathBuf,
     Ok(tree)
 }
 
-fn describe(path: &Path, metadata: &fs::Metadata, ignored: bool) -> Result<String> {
+fn describe(path: &Path, inside: &Path, metadata: &fs::Metadata, ignored: bool) -> Result<String> {
     let io = |e| Error::io(format!("read {}", path.display()), e);
     let kind = metadata.file_type();
     let (kind, content) = if kind.is_dir() {
@@ -99,7 +103,7 @@ fn describe(path: &Path, metadata: &fs::Metadata, ignored: bool) -> Result<Strin
     } else if kind.is_symlink() {
         ("link", fs::read_link(path).map_err(io)?.to_string_lossy().into_owned())
     } else if kind.is_file() {
-        ("file", if ignored { String::new() } else { hash(&fs::read(path).map_err(io)?) })
+        ("file", if ignored { String::new() } else { hash_file(path, inside, metadata).map_err(io)? })
     } else if kind.is_fifo() {
         ("fifo", String::new())
     } else if kind.is_socket() {
@@ -112,6 +116,26 @@ fn describe(path: &Path, metadata: &fs::Metadata, ignored: bool) -> Result<Strin
     }
     let attributes = attributes(path)?;
     Ok(format!("{kind} {:o} {}:{} {content}{attributes}", metadata.mode() & 0o7777, metadata.uid(), metadata.gid()))
+}
+
+/// The base's files by inode number, since each run looks at all of them. A snapshot's file with the inode number and the
+/// time of change that the base's has is that file: nobody can set that time.
+static BASE: Mutex<Option<HashMap<u64, (i64, i64, String)>>> = Mutex::new(None);
+
+fn hash_file(path: &Path, inside: &Path, metadata: &fs::Metadata) -> std::io::Result<String> {
+    let in_base = home().join("pool/base").join(inside.strip_prefix("/").unwrap_or(inside));
+    let key = |metadata: &fs::Metadata| (metadata.ino(), metadata.ctime(), metadata.ctime_nsec());
+    let (number, seconds, nanoseconds) = key(metadata);
+    if !fs::symlink_metadata(in_base).is_ok_and(|base| key(&base) == key(metadata)) {
+        return Ok(hash(&fs::read(path)?));
+    }
+    let known = BASE.lock().as_ref().and_then(|base| base.get(&number).cloned());
+    if let Some((_, _, hash)) = known.filter(|(s, ns, _)| (*s, *ns) == (seconds, nanoseconds)) {
+        return Ok(hash);
+    }
+    let hash = hash(&fs::read(path)?);
+    BASE.lock().get_or_insert_default().insert(number, (seconds, nanoseconds, hash.clone()));
+    Ok(hash)
 }
 
 fn attributes(path: &Path) -> Result<String> {

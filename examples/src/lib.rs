@@ -4,9 +4,11 @@
 
 pub mod agent;
 pub mod crash;
+pub mod crowd;
 pub mod interrupt;
 pub mod judge;
 pub mod model;
+pub mod percentile;
 pub mod run;
 pub mod sandbox;
 pub mod service;

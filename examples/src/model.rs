@@ -35,6 +35,16 @@ impl ModelServer {
     /// # Errors
     /// Where no port can be had.
     pub async fn start(session: Arc<Session>, scale: f64) -> Result<Self> {
+        Self::start_all(vec![session], scale).await
+    }
+
+    /// Plays several sessions: a request's `model` is the name of the one that it wants. The first where there is none of
+    /// that name.
+    ///
+    /// # Errors
+    /// Where no port can be had.
+    pub async fn start_all(sessions: Vec<Arc<Session>>, scale: f64) -> Result<Self> {
+        let sessions: Arc<[Arc<Session>]> = sessions.into();
         let io = |e| Error::io("listen on a loopback port", e);
         let listener = TcpListener::bind("127.0.0.1:0").await.map_err(io)?;
         let address = listener.local_addr().map_err(io)?;
@@ -42,10 +52,10 @@ impl ModelServer {
         let counter = Arc::clone(&requests);
         let task = tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                let (session, counter) = (Arc::clone(&session), Arc::clone(&counter));
+                let (sessions, counter) = (Arc::clone(&sessions), Arc::clone(&counter));
                 let service = hyper::service::service_fn(move |request| {
-                    let (session, counter) = (Arc::clone(&session), Arc::clone(&counter));
-                    async move { Ok::<_, Infallible>(answer(&session, scale, &counter, request).await) }
+                    let (sessions, counter) = (Arc::clone(&sessions), Arc::clone(&counter));
+                    async move { Ok::<_, Infallible>(answer(&sessions, scale, &counter, request).await) }
                 });
                 tokio::spawn(async move {
                     // A client that goes away ends its own connection only.
@@ -86,7 +96,12 @@ fn plain(status: StatusCode, value: &Value) -> Response<Body> {
     response
 }
 
-async fn answer(session: &Session, scale: f64, counter: &AtomicU64, request: Request<Incoming>) -> Response<Body> {
+async fn answer(
+    sessions: &[Arc<Session>],
+    scale: f64,
+    counter: &AtomicU64,
+    request: Request<Incoming>,
+) -> Response<Body> {
     let error = |status, kind: &str, message: &str| {
         plain(status, &json!({"type": "error", "error": {"type": kind, "message": message}}))
     };
@@ -98,6 +113,10 @@ async fn answer(session: &Session, scale: f64, counter: &AtomicU64, request: Req
     };
     let Ok(body) = serde_json::from_slice::<Value>(&body.to_bytes()) else {
         return error(StatusCode::BAD_REQUEST, "invalid_request_error", "the body is not JSON");
+    };
+    let named = sessions.iter().find(|session| body["model"] == *session.name);
+    let Some(session) = named.or(sessions.first()) else {
+        return error(StatusCode::NOT_FOUND, "not_found_error", "no session is played");
     };
     counter.fetch_add(1, Ordering::Relaxed);
     let said = body["messages"]

@@ -1,10 +1,12 @@
-//! One run of a session: the model, the agent, its sandbox, a way to recover, and a crash on purpose.
+//! One run of a session: the model, the agent, its sandbox, a way to recover, and a crash on purpose. Runs that share a
+//! host are in [`crowd`](crate::crowd).
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use crab_core::{Condition, Error, ErrorKind, Result, SandboxId};
+use serde_json::Value;
 use tokio::task::JoinHandle;
 
 use crate::agent::{Agent, Asked};
@@ -19,6 +21,8 @@ use crate::stand_in::{environment, stand_in};
 /// What is there to recover a dead sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recovery {
+    /// Nothing: the work begins anew.
+    Restart,
     /// The chat history alone: a fresh sandbox, and the conversation goes on.
     ChatOnly,
     /// The chat history and the files: Crab without a process backend.
@@ -43,6 +47,8 @@ pub struct Runner {
     pub commands: ExecOptions,
     /// Which turns Crab saves.
     pub saving: Saving,
+    /// Where Crab writes what it does, as [`ServiceConfig::spans`].
+    pub spans: Option<PathBuf>,
     /// Hears how the run goes.
     pub progress: Box<dyn Fn(&Progress) + Send + Sync>,
 }
@@ -79,6 +85,32 @@ pub struct Outcome {
     pub command_times: Vec<Duration>,
     /// Whether Crab saw kernel events.
     pub bpf: bool,
+    /// What was done when: the requests to the model and the commands.
+    pub stretches: Vec<Stretch>,
+    /// The move to another store, where there was one.
+    pub evacuation: Option<Evacuation>,
+}
+
+/// How a move to another store went.
+#[derive(Clone, Copy, Debug)]
+pub struct Evacuation {
+    /// From the notice until nothing that is needed is left behind.
+    pub left: Duration,
+    /// From the notice until the sandbox runs again.
+    pub whole: Duration,
+    /// How much had to be sent.
+    pub bytes: u64,
+}
+
+/// A time in which one thing was done.
+#[derive(Clone, Debug)]
+pub struct Stretch {
+    /// `model` or `commands`.
+    pub what: &'static str,
+    /// When it began.
+    pub start: SystemTime,
+    /// How long it took.
+    pub took: Duration,
 }
 
 impl Runner {
@@ -105,6 +137,7 @@ impl Runner {
             start: Vec::new(),
             commands: ExecOptions::default(),
             saving: Saving::default(),
+            spans: None,
             progress: Box::new(|_| {}),
         }
     }
@@ -114,7 +147,7 @@ impl Runner {
     /// # Errors
     /// Where a part of the machinery fails. Nothing is left behind, also when the future is dropped.
     pub async fn truth(&self, name: &str) -> Result<Outcome> {
-        Run::new(self, name, None, None).await?.work().await
+        Run::alone(self, name, None, None).await?.work().await
     }
 
     /// Works through the session with a way to recover and, where one is given, a crash.
@@ -122,19 +155,88 @@ impl Runner {
     /// # Errors
     /// As [`truth`](Self::truth), and where Crab could not recover.
     pub async fn run(&self, name: &str, recovery: Recovery, crash: Option<Crash>) -> Result<Outcome> {
-        Run::new(self, name, Some(recovery), crash).await?.work().await
+        Run::alone(self, name, Some(recovery), crash).await?.work().await
+    }
+
+    /// Works through the session with Crab; in the turn after this response, counted from 0, the agent takes back its
+    /// last `turns` turns and does them again.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub async fn take_back(&self, name: &str, response: usize, turns: u64) -> Result<Outcome> {
+        let mut run = Run::alone(self, name, Some(Recovery::Crab), None).await?;
+        let begun = Instant::now();
+        run.go_on(Some(response)).await?;
+        let now = run.agent.responses() as u64;
+        run.bring_back(Some(now.saturating_sub(turns).max(1))).await?;
+        run.go_on(None).await?;
+        run.outcome.took = begun.elapsed();
+        run.finish().await
+    }
+
+    /// Works through the session with Crab; in the turn after this response, counted from 0, notice comes that the host
+    /// goes: what is stored is sent to another store, and sandbox and service go on from there.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub async fn evacuate(&self, name: &str, response: usize) -> Result<Outcome> {
+        let mut run = Run::alone(self, name, Some(Recovery::Crab), None).await?;
+        let begun = Instant::now();
+        run.go_on(Some(response)).await?;
+        run.leave().await?;
+        run.go_on(None).await?;
+        run.outcome.took = begun.elapsed();
+        run.finish().await
+    }
+
+    /// Works through the session with Crab; in the turn after this response, counted from 0, `branches` more sandboxes
+    /// are made of its newest version, and all go on to the end at once. The first outcome is the trunk's.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub async fn branch(&self, name: &str, response: usize, branches: usize) -> Result<Vec<Outcome>> {
+        let mut trunk = Run::alone(self, name, Some(Recovery::Crab), None).await?;
+        trunk.go_on(Some(response)).await?;
+        let mut runs = Vec::new();
+        for number in 1..=branches {
+            runs.push(trunk.fork(&format!("{name}-branch{number}")).await?);
+        }
+        // The response is asked for once more, and is the same.
+        trunk.agent.ask_again();
+        runs.insert(0, trunk);
+        let ends = runs.into_iter().map(|mut run| async move {
+            let begun = Instant::now();
+            run.go_on(None).await?;
+            run.outcome.took = begun.elapsed();
+            Ok::<_, Error>(run)
+        });
+        let mut outcomes = Vec::new();
+        // The service ends with the last of them.
+        for run in futures_util::future::try_join_all(ends).await? {
+            outcomes.push(run.finish().await?);
+        }
+        Ok(outcomes)
     }
 }
 
-struct Run<'a> {
+/// What a run shares with others, or has alone.
+pub(crate) struct Place {
+    pub(crate) service: Option<Arc<Service>>,
+    pub(crate) model: Arc<ModelServer>,
+    pub(crate) area: Arc<ScratchArea>,
+}
+
+pub(crate) struct Run<'a> {
     runner: &'a Runner,
+    id: SandboxId,
+    recovery: Option<Recovery>,
     // Dropped in this order: whoever acts on the sandbox, the sandbox, its files.
     killer: Option<Killer>,
-    service: Option<Service>,
+    service: Option<Arc<Service>>,
     sandbox: Arc<Sandbox>,
-    area: ScratchArea,
+    area: Arc<ScratchArea>,
     agent: Agent,
-    model: ModelServer,
+    model: Arc<ModelServer>,
     /// The crash that is still to come.
     armed: Option<Crash>,
     outcome: Outcome,
@@ -153,42 +255,132 @@ impl Drop for Killer {
     }
 }
 
+/// The name of a run's sandbox: it tells which process made it.
+pub(crate) fn sandbox_id(name: &str) -> Result<SandboxId> {
+    format!("{name}-{}", std::process::id()).parse()
+}
+
+impl Runner {
+    /// What Crab is told when it begins to look after sandboxes in an area.
+    pub(crate) fn config(&self, recovery: Recovery, directory: &Path, model: &ModelServer) -> ServiceConfig {
+        ServiceConfig {
+            sandboxes: Vec::new(),
+            directory: directory.join("crab"),
+            versions: directory.join("versions"),
+            upstream: format!("http://{}", model.address()),
+            listen: ([127, 0, 0, 1], 0).into(),
+            processes: recovery == Recovery::Crab,
+            saving: self.saving,
+            spans: self.spans.clone(),
+        }
+    }
+}
+
+impl Recovery {
+    pub(crate) fn needs_crab(self) -> bool {
+        matches!(self, Self::Crab | Self::ChatAndFiles)
+    }
+}
+
 impl<'a> Run<'a> {
-    async fn new(runner: &'a Runner, name: &str, recovery: Option<Recovery>, crash: Option<Crash>) -> Result<Self> {
-        let id: SandboxId = format!("{name}-{}", std::process::id()).parse()?;
-        let model = ModelServer::start(Arc::clone(&runner.session), runner.scale).await?;
-        let area = ScratchArea::new(name)?;
-        let root = area.path().join("root");
+    /// With a host of its own.
+    async fn alone(runner: &'a Runner, name: &str, recovery: Option<Recovery>, crash: Option<Crash>) -> Result<Self> {
+        let model = Arc::new(ModelServer::start(Arc::clone(&runner.session), runner.scale).await?);
+        let area = Arc::new(ScratchArea::new(name)?);
+        let mut run = Self::new(runner, name, recovery, Place { service: None, model, area }).await?;
+        if let Some(recovery) = recovery.filter(|recovery| recovery.needs_crab()) {
+            let mut config = runner.config(recovery, run.area.path(), &run.model);
+            config.sandboxes.push(run.id.clone());
+            run.looked_after_by(Arc::new(Service::start(&runner.program, config).await?));
+        }
+        run.armed = crash;
+        Ok(run)
+    }
+
+    /// A sandbox in which the session can begin.
+    pub(crate) async fn new(runner: &'a Runner, name: &str, recovery: Option<Recovery>, place: Place) -> Result<Self> {
+        let id = sandbox_id(name)?;
+        let root = place.area.path().join(format!("root-{name}"));
         snapshot_root(&root)?;
         let sandbox = Arc::new(Sandbox::launch(Config::new(id.clone(), root))?);
+        let agent = Agent::new(place.model.address(), "/v1/messages", &runner.session.task);
         let mut run = Self {
-            agent: Agent::new(model.address(), "/v1/messages", &runner.session.task),
+            agent: agent.of_model(&runner.session.name),
             runner,
+            id,
+            recovery,
             killer: None,
             service: None,
             sandbox,
-            area,
-            model,
-            armed: crash,
+            area: place.area,
+            model: place.model,
+            armed: None,
             outcome: Outcome::default(),
         };
         run.prepare().await?;
-        if let Some(recovery @ (Recovery::Crab | Recovery::ChatAndFiles)) = recovery {
-            let config = ServiceConfig {
-                sandbox: id.clone(),
-                directory: run.area.path().join("crab"),
-                versions: run.area.path().join("versions"),
-                upstream: format!("http://{}", run.model.address()),
-                listen: ([127, 0, 0, 1], 0).into(),
-                processes: recovery == Recovery::Crab,
-                saving: runner.saving,
-            };
-            let service = Service::start(&runner.program, config).await?;
-            run.outcome.bpf = service.bpf();
-            run.agent.post_to(service.address(), &format!("/sandbox/{id}/v1/messages"));
-            run.service = Some(service);
+        if let Some(service) = place.service {
+            service.attach(&run.id).await?;
+            run.looked_after_by(service);
         }
         Ok(run)
+    }
+
+    fn looked_after_by(&mut self, service: Arc<Service>) {
+        self.outcome.bpf = service.bpf();
+        self.agent.post_to(service.address(), &format!("/sandbox/{}/v1/messages", self.id));
+        self.service = Some(service);
+    }
+
+    /// Another run, of a sandbox that is made of this one's newest version.
+    async fn fork(&mut self, name: &str) -> Result<Self> {
+        let Some(service) = self.service.clone() else {
+            return Err(Error::new(ErrorKind::InvalidInput, "nothing was saved to branch from"));
+        };
+        let id = sandbox_id(name)?;
+        let root = self.area.path().join(format!("root-{name}"));
+        let sandbox = Arc::new(Sandbox::prepare(Config::new(id.clone(), root))?);
+        let restored = service.fork(&self.id, None, &id).await?;
+        let mut branch = Self {
+            runner: self.runner,
+            id,
+            recovery: self.recovery,
+            killer: None,
+            service: None,
+            sandbox,
+            area: Arc::clone(&self.area),
+            agent: self.agent.clone(),
+            model: Arc::clone(&self.model),
+            armed: None,
+            outcome: Outcome::default(),
+        };
+        branch.looked_after_by(service);
+        branch.rewind(restored)?;
+        Ok(branch)
+    }
+
+    /// Sends all that is stored elsewhere, ends everything here, and goes on there.
+    async fn leave(&mut self) -> Result<()> {
+        let Some(service) = self.service.clone() else {
+            return Err(Error::new(ErrorKind::InvalidInput, "nothing was saved to take along"));
+        };
+        let notice = Instant::now();
+        let (there, parcel) = (self.area.path().join("there"), self.area.path().join("parcel"));
+        service.export(&self.id, &parcel).await?;
+        let mut told = service.stop().await?;
+        let bytes = size(&parcel)?;
+        // The host is gone, with all that was on it.
+        self.sandbox.kill()?;
+        delete_root(&self.sandbox.root())?;
+        let left = notice.elapsed();
+        std::fs::create_dir_all(&there).map_err(|e| Error::io(format!("make {}", there.display()), e))?;
+        let config = self.runner.config(Recovery::Crab, &there, &self.model);
+        let service = Arc::new(Service::start(&self.runner.program, config).await?);
+        service.import(&self.id, &parcel).await?;
+        self.looked_after_by(service);
+        self.bring_back(None).await?;
+        self.outcome.evacuation = Some(Evacuation { left, whole: notice.elapsed(), bytes });
+        self.outcome.told = told.remove(&self.id).unwrap_or_default();
+        Ok(())
     }
 
     /// Makes a fresh root what the session starts from.
@@ -202,13 +394,25 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    async fn work(mut self) -> Result<Outcome> {
+    async fn work(self) -> Result<Outcome> {
+        self.to_end().await?.finish().await
+    }
+
+    /// Works through the whole session.
+    pub(crate) async fn to_end(mut self) -> Result<Self> {
         let begun = Instant::now();
+        self.go_on(None).await?;
+        self.outcome.took = begun.elapsed();
+        Ok(self)
+    }
+
+    /// Works until the model has given this response, counted from 0, whose calls are not begun; or to the end.
+    async fn go_on(&mut self, until: Option<usize>) -> Result<()> {
         loop {
             (self.runner.progress)(&Progress::Responses(self.agent.responses()));
             let results = match self.ask().await? {
                 None => None,
-                Some(asked) if asked.is_empty() && self.killer.is_none() => break,
+                Some(asked) if asked.is_empty() && self.killer.is_none() => return Ok(()),
                 // The checkpoint in which the crash was to come did not come: it comes at the end.
                 Some(asked) if asked.is_empty() => {
                     self.killer = None;
@@ -216,6 +420,7 @@ impl<'a> Run<'a> {
                     self.note_crash();
                     None
                 }
+                Some(_) if until.is_some_and(|until| self.agent.responses() > until) => return Ok(()),
                 Some(asked) => self.perform(asked).await?,
             };
             match results {
@@ -223,8 +428,6 @@ impl<'a> Run<'a> {
                 None => self.recover().await?,
             }
         }
-        self.outcome.took = begun.elapsed();
-        self.finish().await
     }
 
     /// Asks the model until it answers. `None` where the sandbox is dead.
@@ -234,16 +437,17 @@ impl<'a> Run<'a> {
         }
         let mut attempts = 0;
         loop {
+            let start = SystemTime::now();
             let answer = self.agent.ask().await;
+            self.note("model", start);
             self.await_killer().await;
             let error = match answer {
                 Ok(asked) => return Ok(Some(asked)),
                 Err(error) => error,
             };
-            if let Some(service) = &mut self.service
-                && service.has_ended()
+            if let Some(service) = &self.service
+                && service.revive().await?
             {
-                service.restart().await?;
                 self.outcome.restarts += 1;
                 (self.runner.progress)(&Progress::CrabRestarted);
             }
@@ -271,16 +475,9 @@ impl<'a> Run<'a> {
                 kill_sandbox(&cgroup);
             }));
         }
-        let begun = Instant::now();
-        let mut results = Some(Vec::with_capacity(asked.len()));
-        for asked in asked {
-            let Some(given) = &mut results else { break };
-            match self.exec(asked.call.shell(), self.runner.commands.clone()).await? {
-                Some(text) => given.push((asked.id, text)),
-                None => results = None,
-            }
-        }
-        let took = begun.elapsed();
+        let begun = SystemTime::now();
+        let results = self.run_calls(asked).await?;
+        let took = self.note("commands", begun);
         if let Some(killing) = killing {
             let _ = killing.await;
             self.note_crash();
@@ -295,41 +492,93 @@ impl<'a> Run<'a> {
         Ok(results)
     }
 
+    /// The results of a response's calls; `None` where the sandbox is dead.
+    async fn run_calls(&self, asked: Vec<Asked>) -> Result<Option<Vec<(String, String)>>> {
+        let response = self.agent.responses().saturating_sub(1);
+        let parallel = self.runner.session.responses.get(response).is_some_and(|response| response.parallel);
+        // Calls that run at once; those of one path one after the other, as an agent's tools see to.
+        let mut rows: Vec<(Option<Value>, Vec<(usize, Asked)>)> = Vec::new();
+        for (at, asked) in asked.into_iter().enumerate() {
+            let path = asked.call.input.get("path").cloned();
+            let row = match parallel {
+                true => rows.iter_mut().find(|(known, _)| path.is_some() && *known == path),
+                false => rows.first_mut(),
+            };
+            match row {
+                Some((_, row)) => row.push((at, asked)),
+                None => rows.push((path, vec![(at, asked)])),
+            }
+        }
+        let rows = rows.into_iter().map(|(_, row)| async {
+            let mut results = Vec::new();
+            for (at, asked) in row {
+                match self.exec(asked.call.shell(), self.runner.commands.clone()).await? {
+                    Some(text) => results.push((at, (asked.id, text))),
+                    None => return Ok(None),
+                }
+            }
+            Ok::<_, Error>(Some(results))
+        });
+        let rows: Option<Vec<_>> = futures_util::future::try_join_all(rows).await?.into_iter().collect();
+        Ok(rows.map(|rows| {
+            let mut results: Vec<_> = rows.into_iter().flatten().collect();
+            results.sort_by_key(|(at, _)| *at);
+            results.into_iter().map(|(_, result)| result).collect()
+        }))
+    }
+
     /// Brings the sandbox back and the agent to where the sandbox is.
     async fn recover(&mut self) -> Result<()> {
-        let Some(service) = &mut self.service else {
+        if self.service.is_none() {
             self.sandbox.kill()?;
             delete_root(&self.sandbox.root())?;
             snapshot_root(&self.sandbox.root())?;
             self.sandbox.relaunch()?;
-            self.agent.ask_again();
+            match self.recovery {
+                Some(Recovery::Restart) => self.agent.rewind(0),
+                _ => self.agent.ask_again(),
+            }
             self.prepare().await?;
             (self.runner.progress)(&Progress::Recovered);
             return Ok(());
+        }
+        self.bring_back(None).await
+    }
+
+    /// Has Crab restore the sandbox to the version that covers a turn, or to the newest.
+    async fn bring_back(&mut self, turn: Option<u64>) -> Result<()> {
+        let Some(service) = self.service.clone() else {
+            return Err(Error::new(ErrorKind::InvalidInput, "nothing was saved to restore"));
         };
         // Takes the exit status of a dead init that this process launched; nobody else can.
         self.sandbox.kill()?;
         let operation = format!("recovery-{}", self.outcome.restores.len() + 1).parse()?;
         let restored = loop {
-            match service.restore(&operation).await {
+            match service.restore(&self.id, &operation, turn).await {
                 Ok(restored) => break restored,
                 Err(_) if service.has_ended() => {
-                    service.restart().await?;
-                    self.outcome.restarts += 1;
+                    self.outcome.restarts += usize::from(service.revive().await?);
                 }
                 Err(error) => return Err(error),
             }
         };
+        self.rewind(restored)?;
+        (self.runner.progress)(&Progress::Recovered);
+        Ok(())
+    }
+
+    /// Takes the agent to where its sandbox is.
+    fn rewind(&mut self, restored: Restored) -> Result<()> {
         let known = restored.conversation.is_some_and(|boundary| self.agent.rewind_to(&boundary));
         if !known {
             return Err(Error::new(ErrorKind::Internal, "the restored turn's conversation was never the agent's"));
         }
         self.outcome.restores.push(restored);
-        (self.runner.progress)(&Progress::Recovered);
         Ok(())
     }
 
-    async fn finish(mut self) -> Result<Outcome> {
+    /// Looks at what the run left, and takes it down.
+    pub(crate) async fn finish(mut self) -> Result<Outcome> {
         let mut probes = Vec::new();
         for probe in &self.runner.session.judge.probes {
             let options = self.runner.commands.clone();
@@ -337,7 +586,13 @@ impl<'a> Run<'a> {
             probes.push((probe.clone(), answer));
         }
         if let Some(service) = self.service.take() {
-            self.outcome.told = service.stop().await?;
+            let told = service.release(&self.id).await?;
+            self.outcome.told.covered.extend(told.covered);
+            self.outcome.told.uncovered.extend(told.uncovered);
+            // The last to leave ends it.
+            if let Some(service) = Arc::into_inner(service) {
+                service.stop().await?;
+            }
         }
         self.sandbox.kill()?;
         let (root, ignore) = (self.sandbox.root(), self.runner.session.judge.ignore.clone());
@@ -361,7 +616,7 @@ impl<'a> Run<'a> {
         // A model without delays still takes some time.
         let delay = crash.delay(usual.max(Duration::from_millis(30)));
         let cgroup = self.sandbox.cgroup().to_owned();
-        let crab = self.service.as_ref().and_then(Service::pid).filter(|_| crash.moment.ends_crab());
+        let crab = self.service.as_ref().and_then(|service| service.pid()).filter(|_| crash.moment.ends_crab());
         let patient = crash.moment == Moment::Checkpoint;
         let task = tokio::spawn(async move {
             match patient {
@@ -384,6 +639,13 @@ impl<'a> Run<'a> {
             let _ = (&mut killer.task).await;
             self.note_crash();
         }
+    }
+
+    /// Notes what was done from then until now.
+    fn note(&mut self, what: &'static str, start: SystemTime) -> Duration {
+        let took = start.elapsed().unwrap_or_default();
+        self.outcome.stretches.push(Stretch { what, start, took });
+        took
     }
 
     fn note_crash(&mut self) {
@@ -409,6 +671,18 @@ impl<'a> Run<'a> {
             Err(error) => Err(error),
         }
     }
+}
+
+/// The size of all files below a directory.
+fn size(directory: &Path) -> Result<u64> {
+    let io = |e| Error::io(format!("read {}", directory.display()), e);
+    let mut bytes = 0;
+    for entry in std::fs::read_dir(directory).map_err(io)? {
+        let entry = entry.map_err(io)?;
+        let metadata = entry.metadata().map_err(io)?;
+        bytes += if metadata.is_dir() { size(&entry.path())? } else { metadata.len() };
+    }
+    Ok(bytes)
 }
 
 fn kill_sandbox(cgroup: &Path) {

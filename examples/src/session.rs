@@ -64,8 +64,10 @@ pub struct Judge {
 pub struct Response {
     /// How long the model took.
     pub delay: Duration,
-    /// The tool calls that it asked for. They may run in parallel.
+    /// The tool calls that it asked for.
     pub calls: Vec<Call>,
+    /// Whether the calls run at once.
+    pub parallel: bool,
 }
 
 /// One tool call.
@@ -97,6 +99,8 @@ struct Line {
     tool: String,
     llm_turn: Option<u64>,
     llm_ms: Option<f64>,
+    #[serde(default)]
+    parallel_group: Value,
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -150,13 +154,15 @@ impl Session {
             let line: Line = serde_json::from_str(line).map_err(|e| bad(at + 1, &e))?;
             let input = line.rest.into_iter().filter(|(key, _)| INPUT.contains(&key.as_str())).collect();
             let call = Call { tool: line.tool, input };
+            let grouped = !line.parallel_group.is_null();
             match responses.last_mut() {
                 Some((turn, response)) if line.llm_turn.is_some() && *turn == line.llm_turn => {
                     response.calls.push(call);
+                    response.parallel &= grouped;
                 }
                 _ => {
                     let delay = Duration::from_secs_f64(line.llm_ms.unwrap_or(2000.0).clamp(0.0, 60_000.0) / 1000.0);
-                    responses.push((line.llm_turn, Response { delay, calls: vec![call] }));
+                    responses.push((line.llm_turn, Response { delay, calls: vec![call], parallel: grouped }));
                 }
             }
         }

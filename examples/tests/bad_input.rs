@@ -59,13 +59,14 @@ impl Stage {
 
     fn config(&self) -> ServiceConfig {
         ServiceConfig {
-            sandbox: self.sandbox.id(),
+            sandboxes: vec![self.sandbox.id()],
             directory: self.area.path().join("crab"),
             versions: self.area.path().join("versions"),
             upstream: format!("http://{}", self.model.address()),
             listen: ([127, 0, 0, 1], 0).into(),
             processes: true,
             saving: Saving::default(),
+            spans: None,
         }
     }
 
@@ -128,7 +129,7 @@ async fn a_second_engine_on_the_same_store_is_refused_and_the_first_works_on() {
     assert_refused(&serve(&stage.config()), &["held by the engine in process", "a store of its own"]);
     let mut agent = stage.agent(&service);
     assert!(!agent.ask().await.unwrap().is_empty());
-    let told = service.stop().await.unwrap();
+    let told = service.stop().await.unwrap().remove(&stage.sandbox.id()).unwrap_or_default();
     assert_eq!((told.covered.len(), told.uncovered.len()), (1, 0));
     drop(stage);
     assert_eq!(left_for_good("bad-second"), Vec::<String>::new());
@@ -158,7 +159,7 @@ async fn alien_files_in_the_store_are_stepped_over_and_left_alone() {
     // The same request: the journal and the versions are still there.
     agent.ask().await.unwrap();
     assert_eq!(stage.model.requests(), 1, "the answer came from the journal");
-    let told = service.stop().await.unwrap();
+    let told = service.stop().await.unwrap().remove(&stage.sandbox.id()).unwrap_or_default();
     assert_eq!(told.uncovered, []);
     assert!(aliens.iter().all(|alien| alien.exists()));
     drop(stage);
@@ -221,7 +222,7 @@ async fn a_full_disk_fails_that_checkpoint_and_keeps_the_versions() {
     // With room again the same request is covered, and the version from before is still whole.
     std::fs::remove_file(&ballast).unwrap();
     assert!(!agent.ask().await.unwrap().is_empty());
-    let told = service.stop().await.unwrap();
+    let told = service.stop().await.unwrap().remove(&stage.sandbox.id()).unwrap_or_default();
     assert!(told.uncovered.iter().any(|(_, error)| error.contains("full") || error.contains("space")), "{told:?}");
     assert_eq!(told.covered.iter().map(|turn| turn.version).max(), Some(2), "{told:?}");
     drop(disk);

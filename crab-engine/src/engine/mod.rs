@@ -303,6 +303,36 @@ impl Engine {
         }
     }
 
+    /// Takes over a version that another engine made, as a sandbox is moved to another host: its artifacts are in this
+    /// engine's backends already, such as imported ones, and `manifest` names them. A restore brings it back.
+    ///
+    /// Artifacts that no version names are removed when a store is opened: import them after that.
+    ///
+    /// # Errors
+    /// [`ErrorKind::AlreadyExists`] where the store has that version; [`ErrorKind::Busy`] where the sandbox is attached;
+    /// [`ErrorKind::NotFound`] and [`ErrorKind::Corrupt`] where an artifact is missing or damaged; nothing is changed then.
+    pub async fn adopt(&self, manifest: Manifest) -> Result<()> {
+        let inner = self.0.clone();
+        detached("adopt", async move {
+            inner.check_open()?;
+            let id = manifest.sandbox.clone();
+            let lock = inner.work_lock(&id);
+            let _exclusive = lock.lock().await;
+            if inner.attached.lock().contains_key(&id) {
+                return Err(Error::new(ErrorKind::Busy, format!("{id} is attached")).fix("detach it first"));
+            }
+            inner.verify(&manifest, None).await?;
+            if !inner.store.with(|index| index.sandboxes.contains_key(&id)) {
+                inner.put_record(&id, SandboxRecord::default()).await?;
+            }
+            let store = inner.store.clone();
+            blocking("write the manifest", move || store.put_version(Arc::new(manifest)))
+                .await?
+                .map_err(|(error, _)| error)
+        })
+        .await
+    }
+
     /// Removes everything that the store knows of a sandbox that is not attached: versions, artifacts, record. Where the
     /// process dies meanwhile, or it fails, some of that may be left, and the sandbox is still known: ask again.
     ///

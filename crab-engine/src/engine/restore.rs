@@ -248,7 +248,7 @@ impl Inner {
     }
 
     /// Checks that both halves are whole and can be restored here. A missing artifact is damage: the manifest named it.
-    async fn verify(&self, manifest: &Manifest, deadline: Option<Instant>) -> Result<()> {
+    pub(super) async fn verify(&self, manifest: &Manifest, deadline: Option<Instant>) -> Result<()> {
         if manifest.filesystem.artifact().is_none() {
             return Err(Error::new(ErrorKind::Corrupt, format!("{} holds no files", manifest.version)));
         }

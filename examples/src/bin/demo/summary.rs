@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crab_examples::crash::Crash;
+use crab_examples::percentile::percentile;
 use crab_examples::run::Outcome;
 use crab_examples::service::TurnReport;
 use crab_examples::session::Session;
@@ -56,13 +57,17 @@ impl Summary {
         self.calm.told.covered.iter().filter(|turn| turn.captured == captured).count()
     }
 
-    fn exposed(&self) -> Vec<Duration> {
+    /// In milliseconds, as all times here.
+    fn exposed(&self) -> Vec<f64> {
         let runs = std::iter::once(&self.calm).chain(self.crashes.iter().map(|run| &run.outcome));
-        runs.flat_map(|run| run.told.covered.iter().map(|turn| turn.exposed)).collect()
+        runs.flat_map(|run| run.told.covered.iter().map(|turn| milliseconds(turn.exposed))).collect()
     }
 
-    fn restores(&self) -> Vec<Duration> {
-        self.crashes.iter().flat_map(|run| run.outcome.restores.iter().map(|restored| restored.took)).collect()
+    fn restores(&self) -> Vec<f64> {
+        self.crashes
+            .iter()
+            .flat_map(|run| run.outcome.restores.iter().map(|restored| milliseconds(restored.took)))
+            .collect()
     }
 
     /// The figures.
@@ -79,9 +84,9 @@ impl Summary {
             "equal": self.is_good(),
             "chat_only_equal": equal(&self.chat_only),
             "chat_fs_equal": equal(&self.chat_and_files),
-            "exposed_ms_p50": milliseconds(percentile(self.exposed(), 50)),
-            "exposed_ms_p95": milliseconds(percentile(self.exposed(), 95)),
-            "restore_ms_p50": milliseconds(percentile(self.restores(), 50)),
+            "exposed_ms_p50": percentile(&mut self.exposed(), 50.0),
+            "exposed_ms_p95": percentile(&mut self.exposed(), 95.0),
+            "restore_ms_p50": percentile(&mut self.restores(), 50.0),
         })
     }
 
@@ -136,15 +141,15 @@ impl Summary {
         for run in [&self.chat_only, &self.chat_and_files].into_iter().flatten() {
             line(&run.what, "", "", &run.differences);
         }
-        let exposed = self.exposed();
+        let mut exposed = self.exposed();
         println!(
             "\n{} of {} turns needed no checkpoint. The agent waited {:.1} ms a turn in the middle, {:.1} ms at the 95th\n\
              percentile; a restore took {:.0} ms in the middle.",
             self.count("skip"),
             self.calm.told.covered.len(),
-            milliseconds(percentile(exposed.clone(), 50)),
-            milliseconds(percentile(exposed, 95)),
-            milliseconds(percentile(self.restores(), 50)),
+            percentile(&mut exposed, 50.0),
+            percentile(&mut exposed, 95.0),
+            percentile(&mut self.restores(), 50.0),
         );
     }
 }
@@ -191,11 +196,4 @@ fn short(text: &str, most: usize) -> String {
         Some(_) => flat.chars().take(most - 1).chain(['…']).collect(),
         None => flat,
     }
-}
-
-/// Nearest rank; zero of nothing.
-fn percentile(mut times: Vec<Duration>, percent: usize) -> Duration {
-    times.sort();
-    let rank = (times.len() * percent).div_ceil(100);
-    times.get(rank.saturating_sub(1)).copied().unwrap_or_default()
 }
