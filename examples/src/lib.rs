@@ -5,6 +5,7 @@
 pub mod agent;
 pub mod crash;
 pub mod crowd;
+pub mod import;
 pub mod interrupt;
 pub mod judge;
 pub mod model;

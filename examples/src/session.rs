@@ -1,30 +1,4 @@
-//! Recorded agent sessions: JSON lines, first a head, then one line for each tool call in recorded order.
-//!
-//! The head:
-//!
-//! - `task`: what the user asked for.
-//! - `start_state`: `kind` is `empty` for a session that begins with the bare root; `cwd` is where it works.
-//! - `judge`, in the project's own sessions: what is known not to be the same twice (`ignore`, paths whose content is not
-//!   compared, nor anything below them) and what to ask the finished sandbox (`probes`, commands; their output is
-//!   compared, and they run one after the other).
-//! - `source`, `licence`, `agent`, `model`, `labels`, `rerun_offline`: where it comes from, for people.
-//!
-//! A call:
-//!
-//! - `turn`: its number, from 1 on.
-//! - `tool`, with its own fields: `bash` has `command` (it runs in `/root`, unless a runner is told otherwise);
-//!   `write_file` has `path` and `content`; `edit` replaces `old` in `path` by `content`; `multi_edit` has a list of such
-//!   `edits`; `read_file`, `list_dir`, `glob` and `grep` have `path`. Tools with no effect in a sandbox do nothing.
-//! - `llm_turn`: the model's response that asked for it. Calls of one response follow each other; with `parallel_group`
-//!   they do not depend on each other and may run at once.
-//! - `llm_ms`, on the first call of a response: how long the model took, in milliseconds. Two seconds where it is missing.
-//! - `background`: it leaves processes behind on purpose. `read_only`: by its looks it changes nothing; a hint.
-//!
-//! Unknown fields are passed over.
-//!
-//! The sessions in `examples/sessions` need nothing but the sandboxes' root of `cargo xtask setup`. Each ends the same
-//! every time: commits have fixed dates, whoever starts a server waits until it answers, and no result depends on how
-//! fast something was.
+#![doc = include_str!("../SESSIONS.md")]
 
 use std::path::Path;
 use std::time::Duration;
@@ -144,7 +118,7 @@ impl Session {
     pub fn parse(name: &str, text: &str) -> Result<Self> {
         let bad = |line: usize, why: &dyn std::fmt::Display| {
             Error::new(ErrorKind::InvalidInput, format!("session {name}, line {line}: {why}"))
-                .fix("write JSON lines in the format that examples/src/session.rs describes")
+                .fix("write JSON lines in the format that examples/SESSIONS.md describes")
         };
         let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
         let (_, head) = lines.next().ok_or_else(|| bad(1, &"the file is empty"))?;
