@@ -72,7 +72,7 @@ impl<'a> Crowd<'a> {
             let delay = delays.get(at).copied().unwrap_or_default();
             async move {
                 tokio::time::sleep(delay).await;
-                run.to_end().await
+                run.work_through().await
             }
         });
         let worked = futures_util::future::join_all(works).await;

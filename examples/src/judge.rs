@@ -1,7 +1,7 @@
 //! Compares the end of a run with the end of the fault-free run: the tree, the answers of live servers, the
 //! conversation.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ffi::{CStr, OsStr};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -120,7 +120,10 @@ fn describe(path: &Path, inside: &Path, metadata: &fs::Metadata, ignored: bool) 
 
 /// The base's files by inode number, since each run looks at all of them. A snapshot's file with the inode number and the
 /// time of change that the base's has is that file: nobody can set that time.
-static BASE: Mutex<Option<HashMap<u64, (i64, i64, String)>>> = Mutex::new(None);
+static BASE: Mutex<BTreeMap<u64, Known>> = Mutex::new(BTreeMap::new());
+
+/// A file's time of change, in seconds and nanoseconds, and the digest of its content.
+type Known = (i64, i64, String);
 
 fn hash_file(path: &Path, inside: &Path, metadata: &fs::Metadata) -> std::io::Result<String> {
     let in_base = home().join("pool/base").join(inside.strip_prefix("/").unwrap_or(inside));
@@ -129,12 +132,12 @@ fn hash_file(path: &Path, inside: &Path, metadata: &fs::Metadata) -> std::io::Re
     if !fs::symlink_metadata(in_base).is_ok_and(|base| key(&base) == key(metadata)) {
         return Ok(hash(&fs::read(path)?));
     }
-    let known = BASE.lock().as_ref().and_then(|base| base.get(&number).cloned());
+    let known = BASE.lock().get(&number).cloned();
     if let Some((_, _, hash)) = known.filter(|(s, ns, _)| (*s, *ns) == (seconds, nanoseconds)) {
         return Ok(hash);
     }
     let hash = hash(&fs::read(path)?);
-    BASE.lock().get_or_insert_default().insert(number, (seconds, nanoseconds, hash.clone()));
+    BASE.lock().insert(number, (seconds, nanoseconds, hash.clone()));
     Ok(hash)
 }
 

@@ -255,6 +255,9 @@ impl Drop for Killer {
     }
 }
 
+/// Calls that run one after the other, the path that they act on, and their places among all calls of the response.
+type Row = (Option<Value>, Vec<(usize, Asked)>);
+
 /// The name of a run's sandbox: it tells which process made it.
 pub(crate) fn sandbox_id(name: &str) -> Result<SandboxId> {
     format!("{name}-{}", std::process::id()).parse()
@@ -395,11 +398,11 @@ impl<'a> Run<'a> {
     }
 
     async fn work(self) -> Result<Outcome> {
-        self.to_end().await?.finish().await
+        self.work_through().await?.finish().await
     }
 
     /// Works through the whole session.
-    pub(crate) async fn to_end(mut self) -> Result<Self> {
+    pub(crate) async fn work_through(mut self) -> Result<Self> {
         let begun = Instant::now();
         self.go_on(None).await?;
         self.outcome.took = begun.elapsed();
@@ -497,7 +500,7 @@ impl<'a> Run<'a> {
         let response = self.agent.responses().saturating_sub(1);
         let parallel = self.runner.session.responses.get(response).is_some_and(|response| response.parallel);
         // Calls that run at once; those of one path one after the other, as an agent's tools see to.
-        let mut rows: Vec<(Option<Value>, Vec<(usize, Asked)>)> = Vec::new();
+        let mut rows: Vec<Row> = Vec::new();
         for (at, asked) in asked.into_iter().enumerate() {
             let path = asked.call.input.get("path").cloned();
             let row = match parallel {

@@ -399,7 +399,7 @@ fn most_common(turns: &[&TurnReport]) -> String {
             None => counts.push((1, kind)),
         }
     }
-    counts.sort_by(|a, b| b.0.cmp(&a.0));
+    counts.sort_by_key(|(count, _)| std::cmp::Reverse(*count));
     counts.first().map(|(count, kind)| format!("{kind} ({count})")).unwrap_or_default()
 }
 

@@ -169,7 +169,7 @@ impl Crab {
                 self.set_floor(&sandbox);
             }
             Order::Release { sandbox } => {
-                self.engine.detach(&sandbox).await;
+                self.engine.detach(&sandbox).await?;
                 self.host.forget(&sandbox);
             }
         }
