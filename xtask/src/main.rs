@@ -21,8 +21,9 @@ Tasks:
   demo [--seed N] [--crash-at TURN|random] [--json FILE]
                              setup, then the main job to watch: an agent's sandbox and Crab are killed at
                              six moments, and each time the work ends as if nothing had happened
-  eval [--traces DIR] [--quick] [--seed N] [--json FILE] [--html FILE]
-                             setup, then agent sessions under several ways to recover, with a crash in each
+  eval [--traces DIR] [--quick] [--seed N] [--json FILE] [--html FILE] [--timeline FILE] [--keep FILE]
+       [--only PART]         setup, then agent sessions under several ways to recover, crashed, moved, branched,
+                             and many at once; a report. --keep goes on where an earlier run with it ended
   test [--no-vm] [ARGS...]   setup, then `cargo test --workspace ARGS`, then the tests that need a virtual
                              machine where there are no ARGS; says what was skipped. --no-vm leaves
                              the virtual machine out

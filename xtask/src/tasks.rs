@@ -120,6 +120,12 @@ pub(crate) fn accuracy(arguments: &[String]) -> Result<ExitCode, String> {
 /// `cargo xtask eval [ARGS...]`: setup, then the evaluation, built for speed.
 pub(crate) fn eval(arguments: &[String]) -> Result<ExitCode, String> {
     ready()?;
+    // It runs this one too.
+    let build = ["build", "--release", "--package", "crab-benches", "--bin", "crab-accuracy"];
+    let status = cargo().args(build).status().map_err(|error| format!("cannot start cargo: {error}"))?;
+    if !status.success() {
+        return Ok(exit_code(status));
+    }
     release("crab-benches", "crab-eval", arguments)
 }
 
