@@ -38,6 +38,9 @@ const LOOK: &str = "see that all processes are there, or restore the last versio
 /// How many processes the facts name at most.
 const NAMED: usize = 4096;
 
+/// How CRIU says that it cannot use copies of memory that were made before.
+const ABOUT_COPIES: [&str; 3] = ["in parent pagemap", "no parent inventory", "racking memory"];
+
 /// CRIU's own limit for stopping the tasks, where the caller has none.
 const SEIZE_SECONDS: u32 = 10;
 
@@ -160,13 +163,16 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         (answer, None) => answer.map_err(|broken| broken.into_error(&what))?,
     };
     if !answer.success || !ended_well {
-        if precopy.is_some() && inner.incremental.swap(false, Ordering::Relaxed) {
-            tracing::warn!("a dump with copies of memory failed: dumps are full ones from now on");
-        }
         let log = scratch.work().join(LOG);
         let text = std::fs::read(&log).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        // Whatever else CRIU fails of has nothing to do with the copies.
+        if precopy.is_some() && ABOUT_COPIES.iter().any(|words| text.contains(words)) {
+            tracing::warn!("a dump with copies of memory failed: dumps are full ones from now on");
+            inner.incremental.store(false, Ordering::Relaxed);
+        }
         let kept = inner.store.keep_log(&format!("{}-{artifact}-dump.log", sandbox.id), &log);
-        let failure = CriuFailure::from_log(&String::from_utf8_lossy(&text)).kept_at(kept);
+        let failure = CriuFailure::from_log(&text).kept_at(kept);
         return Err(failure.into_error(&format!("cannot {what}"), ErrorKind::Io));
     }
     let stopped = stopped.or_else(|| stats::stopped(&std::fs::read(scratch.work().join("stats-dump")).ok()?));

@@ -361,8 +361,9 @@ impl Process {
         let end = pages.address.checked_add(pages.count.checked_mul(PAGE_SIZE)?)?;
         let (mut address, mut parts) = (pages.address, Vec::new());
         while address < end {
-            let span =
-                self.spans.iter().chain(&self.code).find(|span| (span.address..span.end()).contains(&address))?;
+            let at = self.spans.partition_point(|span| span.end() <= address);
+            let mut near = self.spans.get(at).into_iter().chain(&self.code);
+            let span = near.find(|span| (span.address..span.end()).contains(&address))?;
             let stop = end.min(span.end());
             if (address..stop).step_by(PAGE).any(|address| frame_at(span, address).unwrap_or(0) == 0) {
                 return None;
