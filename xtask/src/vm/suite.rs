@@ -15,7 +15,11 @@ const SUITES: &[(&str, &[&str], &[&str])] = &[
     ("crab-backend-zfs", &["conforms", "model", "sandboxes"], &[]),
     ("crab-backend-btrfs", &["conforms", "captures", "restores"], &[]),
     ("crab-backend-criu", &["lib", "sandboxes-main"], &["precopy::", "incremental::"]),
-    ("crab-inspector", &["conformance", "inspector"], &["the_inspector_keeps_the_rules", "probing"]),
+    (
+        "crab-inspector",
+        &["conformance", "inspector"],
+        &["the_inspector_keeps_the_rules", "probing", "rights_enough", "idle_server"],
+    ),
 ];
 
 /// The package whose tests act on sandboxes.
