@@ -173,7 +173,8 @@ struct Process {
     spans: Vec<Span>,
     /// The kernel's code for it.
     code: Option<Span>,
-    sentinels: Vec<u64>,
+    /// Pages that are marked from the beginning on: where, and which of the machine.
+    sentinels: Vec<(u64, u64)>,
     /// `pages-N.img`.
     copies: Arc<File>,
     number: u32,
@@ -252,8 +253,13 @@ impl Process {
                 Ok(())
             })?;
         }
-        self.sentinels = small.iter().copied().step_by((small.len() / SENTINELS).max(1)).take(SENTINELS).collect();
-        self.sentinels.iter().try_for_each(|address| self.mark(*address))
+        for address in small.iter().copied().step_by((small.len() / SENTINELS).max(1)).take(SENTINELS) {
+            self.mark(address)?;
+            let mut words = [0];
+            read_words(&self.map, address, &mut words)?;
+            self.sentinels.push((address, frame(words[0])));
+        }
+        Ok(())
     }
 
     /// Marks a page as written, and leaves it as it is. The process is stopped.
@@ -326,12 +332,16 @@ impl Process {
             return Ok(false);
         }
         let mut kept = 0;
-        for sentinel in &self.sentinels {
-            // One of zeros is there for who reads where the page has gone.
-            if is_there(&self.map, *sentinel, PAGE_OF_ZEROS | PAGE_WRITTEN)? {
-                return Ok(false);
+        for (address, noted) in &self.sentinels {
+            let mut words = [0];
+            read_words(&self.map, *address, &mut words)?;
+            // Where another page has come in its place, it tells nothing.
+            if frame(words[0]) == *noted {
+                if is_there(&self.map, *address, PAGE_WRITTEN)? {
+                    return Ok(false);
+                }
+                kept += 1;
             }
-            kept += usize::from(is_there(&self.map, *sentinel, PAGE_OF_ZEROS)?);
         }
         if kept == 0 {
             return Ok(false);
