@@ -33,6 +33,9 @@ pub struct Judge {
     pub probes: Vec<String>,
 }
 
+/// Tools that only read.
+const READERS: [&str; 4] = ["read_file", "grep", "glob", "list_dir"];
+
 /// One response of the model.
 #[derive(Clone, Debug)]
 pub struct Response {
@@ -155,6 +158,21 @@ impl Session {
     /// None, in a whole checkout.
     pub fn ticket_desk() -> Result<Self> {
         Self::named("ticket-desk")
+    }
+
+    /// [Loads](Self::load) a session that was recorded elsewhere. Of the calls that it made at once, only those that read
+    /// run at once, since a command may write what another reads; and the judge leaves out git's index, which holds the
+    /// times of the files.
+    ///
+    /// # Errors
+    /// Those of [`load`](Self::load).
+    pub fn load_recorded(path: &Path) -> Result<Self> {
+        let mut session = Self::load(path)?;
+        for response in &mut session.responses {
+            response.parallel &= response.calls.iter().all(|call| READERS.contains(&call.tool.as_str()));
+        }
+        session.judge.ignore.push(format!("{}/.git/index", session.cwd));
+        Ok(session)
     }
 
     /// The shipped session of this name.

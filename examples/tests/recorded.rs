@@ -41,9 +41,7 @@ async fn sessions_of_real_agents_end_as_without_the_crash() {
         return;
     }
     for (at, (name, crash)) in SESSIONS.into_iter().enumerate() {
-        let mut session = Session::load(&traces().join(format!("trajectories/{name}.jsonl"))).unwrap();
-        // It holds the times of the files.
-        session.judge.ignore.push(format!("{}/.git/index", session.cwd));
+        let session = Session::load_recorded(&traces().join(format!("trajectories/{name}.jsonl"))).unwrap();
         let mut runner = Runner::on_stand_in(Arc::new(session), Path::new(env!("CARGO_BIN_EXE_demo")));
         let truth = runner.truth(&format!("recorded-truth{at}")).await.unwrap();
         runner.command_times = truth.command_times.clone();

@@ -13,9 +13,6 @@ const MOST_RESPONSES: usize = 100;
 /// What is left of a recorded session: its first responses.
 const KEPT: usize = 40;
 
-/// Tools that only read.
-const READERS: [&str; 4] = ["read_file", "grep", "glob", "list_dir"];
-
 /// The rule, for people.
 pub(crate) const RULE: &str = "Of the recorded sessions every one with at most 100 responses, cut after its 40th. Their \
      repositories are not at hand: each works on a stand-in, in which the files that it reads exist and those that it \
@@ -54,18 +51,12 @@ pub(crate) fn recorded(directory: &Path) -> Result<(Vec<Material>, usize)> {
     paths.sort();
     let (mut taken, mut passed) = (Vec::new(), 0);
     for path in paths {
-        let mut session = Session::load(&path)?;
+        let mut session = Session::load_recorded(&path)?;
         if session.responses.is_empty() || session.responses.len() > MOST_RESPONSES {
             passed += 1;
             continue;
         }
         session.responses.truncate(KEPT);
-        for response in &mut session.responses {
-            // Agents run at once what only reads; a command may write what another reads.
-            response.parallel &= response.calls.iter().all(|call| READERS.contains(&call.tool.as_str()));
-        }
-        // It holds the times of the files.
-        session.judge.ignore.push(format!("{}/.git/index", session.cwd));
         let agent = session.name.split("__").next().unwrap_or("unknown").to_owned();
         taken.push(Material { session: Arc::new(session), own: false, agent });
     }
