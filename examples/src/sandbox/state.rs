@@ -19,8 +19,11 @@ pub(super) struct ProcessIdentity {
 
 impl ProcessIdentity {
     pub(super) fn of(pid: u32) -> Option<Self> {
+        // The signal is taken off the list before the process is marked as leaving: looked at in the other order, it
+        // could be missed by both.
+        let killed = is_killed(pid);
         let stat = Stat::read(pid)?;
-        (!stat.dead && !is_killed(pid)).then_some(Self { pid, started: stat.started })
+        (!killed && !stat.dead).then_some(Self { pid, started: stat.started })
     }
 
     /// Whether it lives or is dead with nobody having asked how it ended.
