@@ -2,16 +2,18 @@
 
 use std::ffi::CString;
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use crab_core::{Error, Result};
 use rustix::fs::FlockOperation;
 
-use crate::files;
+use crate::{files, orphans};
 
 /// The default: memory that is there on every Linux.
 pub(crate) const DEFAULT: &str = "/dev/shm/crab";
@@ -19,6 +21,13 @@ pub(crate) const DEFAULT: &str = "/dev/shm/crab";
 const OWNER: &str = "owner-";
 /// Held by the living owner.
 const LOCK: &str = "lock";
+/// Held by the owner and by every CRIU that it started.
+const TIE: &str = "tie";
+/// What a run of CRIU has in its directory.
+pub(crate) const IMAGES: &str = "images";
+pub(crate) const WORK: &str = "work";
+/// The CRIUs of a dead owner get this long to end by themselves. CRIU's own limit for stopping tasks is ten seconds.
+const PATIENCE: Duration = Duration::from_secs(20);
 /// What `statfs` calls a file system in memory.
 const TMPFS: i64 = 0x0102_1994;
 /// Room that is left to others, and for what is not counted as resident.
@@ -31,6 +40,7 @@ pub(crate) struct Area {
     base: PathBuf,
     own: PathBuf,
     next: AtomicU64,
+    tie: File,
     _lock: File,
 }
 
@@ -40,14 +50,14 @@ impl Area {
         files::private_directory(base)?;
         let _making = lock_base(base)?;
         let own = Self::free_part(base)?;
-        let path = own.join(LOCK);
-        let lock = || {
-            let file = File::create_new(&path)?;
+        let locked = |name: &str| {
+            let file = File::create_new(own.join(name))?;
             rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
             Ok(file)
         };
-        let lock = lock().map_err(|e: std::io::Error| Error::io(format!("lock {}", path.display()), e))?;
-        Ok(Arc::new(Self { base: base.to_owned(), own, next: AtomicU64::new(0), _lock: lock }))
+        let failed = |e: std::io::Error| Error::io(format!("lock the directory {}", own.display()), e);
+        let (lock, tie) = (locked(LOCK).map_err(failed)?, locked(TIE).map_err(failed)?);
+        Ok(Arc::new(Self { base: base.to_owned(), own, next: AtomicU64::new(0), tie, _lock: lock }))
     }
 
     /// Makes a part that nobody has. The same process number may be at work in another pid namespace.
@@ -61,6 +71,12 @@ impl Area {
                 Err(e) => return Err(Error::io(format!("make the directory {}", own.display()), e)),
             }
         }
+    }
+
+    /// This process's part.
+    #[cfg(test)]
+    pub(crate) fn own(&self) -> &Path {
+        &self.own
     }
 
     /// Where it is.
@@ -83,7 +99,7 @@ impl Area {
     /// A new directory in it.
     pub(crate) fn directory(self: &Arc<Self>) -> Result<Scratch> {
         let path = self.own.join(self.next.fetch_add(1, Ordering::Relaxed).to_string());
-        let scratch = Scratch { path, _area: Arc::clone(self) };
+        let scratch = Scratch { path, area: Arc::clone(self) };
         files::private_directory(&scratch.images())?;
         files::private_directory(&scratch.work())?;
         Ok(scratch)
@@ -100,15 +116,26 @@ impl Area {
         Ok(CString::new(path.as_os_str().as_bytes()).ok().map(|path| (path, c"/run".to_owned())))
     }
 
-    /// Removes the parts of dead owners.
+    /// For every CRIU that works in this process's part to inherit: whoever recovers after our death waits for it.
+    pub(crate) fn tie(&self) -> Result<OwnedFd> {
+        let tie = self.tie.try_clone();
+        tie.map(OwnedFd::from).map_err(|e| Error::io("open the capture directory", e))
+    }
+
+    /// Waits until the CRIUs of dead owners are gone, and removes their parts.
     pub(crate) fn recover(&self) -> Result<()> {
+        let dead = {
+            let _making = lock_base(&self.base)?;
+            let names = files::names(&self.base)?.into_iter().filter(|name| name.starts_with(OWNER));
+            let parts = names.map(|name| self.base.join(name));
+            parts.filter(|part| *part != self.own && !is_locked(&part.join(LOCK))).collect::<Vec<_>>()
+        };
+        orphans::outlive(&dead, PATIENCE)?;
         let _making = lock_base(&self.base)?;
-        for name in files::names(&self.base)? {
-            let path = self.base.join(&name);
-            if name.starts_with(OWNER) && path != self.own && !is_owned(&path) {
-                tracing::info!(path = %path.display(), "removing what a dead process captured");
-                files::remove_all(&path)?;
-            }
+        // Somebody may have removed one meanwhile, and another taken its name.
+        for part in dead.iter().filter(|part| !is_locked(&part.join(LOCK))) {
+            tracing::info!(path = %part.display(), "removing what a dead process captured");
+            files::remove_all(part)?;
         }
         Ok(())
     }
@@ -122,7 +149,7 @@ impl Drop for Area {
 }
 
 /// Held while parts are made or removed, so that a new part is never seen without its lock.
-fn lock_base(base: &Path) -> Result<std::os::fd::OwnedFd> {
+fn lock_base(base: &Path) -> Result<OwnedFd> {
     let lock = || {
         let directory = files::open_directory(base)?;
         rustix::fs::flock(&directory, FlockOperation::LockExclusive)?;
@@ -131,11 +158,21 @@ fn lock_base(base: &Path) -> Result<std::os::fd::OwnedFd> {
     lock().map_err(|e: std::io::Error| Error::io(format!("lock {}", base.display()), e))
 }
 
-fn is_owned(part: &Path) -> bool {
-    match File::open(part.join(LOCK)) {
+fn is_locked(path: &Path) -> bool {
+    match File::open(path) {
         Ok(file) => rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err(),
         Err(_) => false,
     }
+}
+
+/// The tie of a part.
+pub(crate) fn tie_of(part: &Path) -> PathBuf {
+    part.join(TIE)
+}
+
+/// Whether the owner of a part or a CRIU that it started lives.
+pub(crate) fn is_tied(part: &Path) -> bool {
+    is_locked(&tie_of(part))
 }
 
 pub(crate) fn is_memory(path: &Path) -> bool {
@@ -153,16 +190,21 @@ fn available_memory() -> Option<u64> {
 #[derive(Debug)]
 pub(crate) struct Scratch {
     path: PathBuf,
-    _area: Arc<Area>,
+    area: Arc<Area>,
 }
 
 impl Scratch {
+    /// The [tie](Area::tie) of the area that it is in.
+    pub(crate) fn tie(&self) -> Result<OwnedFd> {
+        self.area.tie()
+    }
+
     pub(crate) fn images(&self) -> PathBuf {
-        self.path.join("images")
+        self.path.join(IMAGES)
     }
 
     pub(crate) fn work(&self) -> PathBuf {
-        self.path.join("work")
+        self.path.join(WORK)
     }
 
     /// For copies of memory that are made before the dump. It is not there yet.

@@ -288,9 +288,10 @@ impl CheckpointBackend for CriuBackend {
     async fn recover(&self) -> Result<()> {
         let inner = Arc::clone(&self.inner);
         blocking(move || {
-            inner.store.recover()?;
+            // First of all nobody is to work on a sandbox any more.
             inner.captures.recover()?;
-            inner.spacious.recover()
+            inner.spacious.recover()?;
+            inner.store.recover()
         })
         .await
     }

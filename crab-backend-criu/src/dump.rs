@@ -113,7 +113,8 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
         Some(oci) => Run::Runtime(oci.dump(&sandbox, &scratch, &options, deadline)?),
         None => {
             let binds = area.run_directory()?.into_iter().collect();
-            let swrk = Swrk::start(&inner.program.path, Surroundings { binds, ..Surroundings::default() }, deadline)?;
+            let surroundings = Surroundings { keep: vec![scratch.tie()?], binds, ..Surroundings::default() };
+            let swrk = Swrk::start(&inner.program.path, surroundings, deadline)?;
             swrk.shield_from_oom();
             Run::Own(swrk)
         }

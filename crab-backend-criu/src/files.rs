@@ -53,8 +53,8 @@ pub(crate) fn sync_directory(path: &Path) -> Result<()> {
     sync().map_err(|e| Error::io(format!("sync the directory {}", path.display()), e))
 }
 
-/// Removes a directory and all that is in it. One that is not there is no error. A CRIU whose caller has died may still
-/// write into it, until it notices.
+/// Removes a directory and all that is in it. One that is not there is no error. A CRIU may still write into it, until
+/// it notices.
 pub(crate) fn remove_all(path: &Path) -> Result<()> {
     let mut patience = 200;
     loop {

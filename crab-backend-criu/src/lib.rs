@@ -67,6 +67,7 @@ mod landlock;
 mod locks;
 mod mounts;
 mod oci;
+mod orphans;
 mod pack;
 mod pagemap;
 mod parallel;

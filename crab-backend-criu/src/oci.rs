@@ -22,6 +22,7 @@ use crate::area::Scratch;
 use crate::cgroup::timespec;
 use crate::proto::{Kind, Notify, Options, Response, RestoreResponse};
 use crate::swrk::{Broken, Swrk};
+use crate::sys::{self, Surroundings};
 use crate::{files, program};
 
 /// The steps of CRIU that we want to hear of.
@@ -30,6 +31,8 @@ const HOOK: &str = "hook";
 const ASKS: &str = "asks";
 const ANSWERS: &str = "answers";
 const PID: &str = "pid";
+/// `O_NONBLOCK`.
+const NONBLOCK: i32 = 0o4000;
 /// The runtime gets this long to end after CRIU.
 const GRACE: Duration = Duration::from_secs(10);
 
@@ -162,7 +165,7 @@ impl Oci {
             let path = work.join(name);
             rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
             // For both ways, so that opening it waits for nobody.
-            File::options().read(true).write(true).custom_flags(0o4000).open(path)
+            File::options().read(true).write(true).custom_flags(NONBLOCK).open(path)
         };
         let (asks, answers) = (fifo(ASKS).map_err(failed)?, fifo(ANSWERS).map_err(failed)?);
         let hook = work.join(HOOK);
@@ -188,7 +191,9 @@ impl Oci {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::from(messages));
-        let mut child = command.spawn().map_err(failed)?;
+        // Its CRIU inherits it too.
+        let surroundings = Surroundings { keep: vec![scratch.tie()?], ..Surroundings::default() };
+        let mut child = sys::spawn(command, surroundings).map_err(failed)?;
         let end = i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH);
         match end.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty())) {
             Ok(end) => Ok(Runtime { child, end, asks, answers, heard: Vec::new(), pid: work.join(PID), deadline }),
@@ -199,6 +204,17 @@ impl Oci {
             }
         }
     }
+}
+
+/// Answers for a caller who has died: its script, which would wait for ever, is told that all has failed. The answers
+/// are there while what is returned is kept.
+pub(crate) fn refuse(work: &Path) -> Vec<File> {
+    // For both ways: a script that opens its end waits for nobody.
+    let open = |name: &str| File::options().read(true).write(true).custom_flags(NONBLOCK).open(work.join(name));
+    let Ok(mut answers) = open(ANSWERS) else { return Vec::new() };
+    // For more steps than there are.
+    let _ = answers.write_all("no\n".repeat(16).as_bytes());
+    open(ASKS).into_iter().chain([answers]).collect()
 }
 
 /// A path as a shell and CRIU's configuration take it.
@@ -369,6 +385,26 @@ impl Run {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_script_whose_caller_has_died_does_not_wait_for_ever() {
+        let work = tempfile::tempdir().unwrap();
+        let work = work.path();
+        for name in [ASKS, ANSWERS] {
+            rustix::fs::mknodat(rustix::fs::CWD, work.join(name), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        }
+        let script = |step: &str| {
+            let mut command = Command::new("/bin/sh");
+            command.arg("-c").arg(hook_text(work).unwrap()).env("CRTOOLS_SCRIPT_ACTION", step).spawn().unwrap()
+        };
+        let mut waiting = script("pre-dump");
+        let refused = refuse(work);
+        assert!(!waiting.wait().unwrap().success());
+        assert!(!script("post-restore").wait().unwrap().success(), "one that comes later");
+        assert!(script("setup-namespaces").wait().unwrap().success(), "one that asks nothing");
+        drop(refused);
+        assert!(refuse(&work.join("nothing")).is_empty());
+    }
 
     #[test]
     fn the_configuration_says_what_the_runtime_does_not() {

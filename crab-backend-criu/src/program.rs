@@ -202,7 +202,8 @@ fn trial(path: &Path, area: &Arc<Area>) -> Result<()> {
     let subject = Subject::start(&scratch.work()).map_err(io)?;
     let images = files::open_directory(&scratch.images()).map_err(io)?;
     let work = files::open_directory(&scratch.work()).map_err(io)?;
-    let swrk = Swrk::start(path, Surroundings::default(), Some(Instant::now() + TRIAL_TIME))?;
+    let surroundings = Surroundings { keep: vec![scratch.tie()?], ..Surroundings::default() };
+    let swrk = Swrk::start(path, surroundings, Some(Instant::now() + TRIAL_TIME))?;
     let options = Options {
         pid: i32::try_from(subject.0.id()).ok(),
         leave_running: Some(true),

@@ -103,7 +103,8 @@ pub(crate) fn run(
         let what = format!("the root {} of the sandbox {} is no directory", sandbox.root.display(), sandbox.id);
         return Err(stopped(Error::new(ErrorKind::InvalidInput, what).fix("restore its filesystem first")));
     }
-    let Given { keep, inherit: inherit_fd, external } = externals::given(&body.external, inherited).map_err(stopped)?;
+    let Given { mut keep, inherit: inherit_fd, external } =
+        externals::given(&body.external, inherited).map_err(stopped)?;
     let bind = CString::new(sandbox.root.as_os_str().as_bytes())
         .map_err(|_| stopped(Error::new(ErrorKind::InvalidInput, "the root's path holds a zero byte")))?;
     let area = inner.area_for(whole.size());
@@ -133,6 +134,7 @@ pub(crate) fn run(
     let mut binds = vec![(bind.clone(), bind)];
     binds.extend(area.run_directory().map_err(stopped)?);
     clear_addresses(&body, &keep);
+    keep.push(scratch.tie().map_err(stopped)?);
     // A cgroup whose tasks were killed while frozen is still frozen, and CRIU would be when it goes in.
     cgroup.thaw().map_err(stopped)?;
     let entrance = Some(cgroup.entrance().map_err(stopped)?);

@@ -136,6 +136,10 @@ pub trait CheckpointBackend: Send + Sync {
     /// Finishes or undoes what a process that died in the middle of a call left behind. Called once when an engine
     /// opens its store, before any other call. Running sandboxes are not disturbed.
     ///
+    /// A program that worked for the dead process and outlives it must have ended when this returns: from then on nothing
+    /// but new calls touches a sandbox. A sandbox that such a program left frozen may be frozen still: the engine thaws
+    /// it afterwards.
+    ///
     /// # Errors
     /// Where something was found that could neither be finished nor undone; it says what and where.
     async fn recover(&self) -> Result<()>;

@@ -16,7 +16,7 @@ use crab_core::{
 };
 use crab_examples::sandbox::{ScratchRoot, criu_binary, home};
 
-use crate::support::{SERVER, eventually, lacking, unique};
+use crate::support::{SERVER, assert_nothing_kept, eventually, lacking, unique};
 
 /// A container, and its init while it lives.
 struct Container {
@@ -29,6 +29,7 @@ struct Container {
 struct Containers {
     base: tempfile::TempDir,
     images: PathBuf,
+    captures: PathBuf,
     hierarchy: PathBuf,
     all: Mutex<HashMap<SandboxId, Container>>,
 }
@@ -55,10 +56,11 @@ fn hierarchies(kind: &str) -> Vec<PathBuf> {
 }
 
 impl Containers {
-    fn new(images: &Path) -> Self {
+    fn new(images: &Path, captures: &Path) -> Self {
         let base = tempfile::tempdir().unwrap();
         std::fs::create_dir(base.path().join("bundles")).unwrap();
-        Self { base, images: images.to_owned(), hierarchy: hierarchies("cgroup2").remove(0), all: Mutex::default() }
+        let (images, captures) = (images.to_owned(), captures.to_owned());
+        Self { base, images, captures, hierarchy: hierarchies("cgroup2").remove(0), all: Mutex::default() }
     }
 
     fn state(&self) -> PathBuf {
@@ -214,6 +216,7 @@ impl SandboxHost for Containers {
         Ok(external.iter().map(|external| InheritedFd { external: external.clone(), fd: fd() }).collect())
     }
     async fn adopt(&self, id: &SandboxId, init: u32) -> Result<()> {
+        assert_nothing_kept(&self.cgroup(id), &self.captures);
         self.all.lock().unwrap().get_mut(id).unwrap().init = Some(init);
         Ok(())
     }
@@ -265,7 +268,7 @@ async fn the_backend_over_runc_passes_the_suite_of_backends() {
     let directory = home().join("pool/scratch");
     let images = tempfile::Builder::new().prefix("images-").tempdir_in(directory).unwrap();
     let captures = tempfile::Builder::new().prefix("crab-test-").tempdir_in("/dev/shm").unwrap();
-    let containers = Arc::new(Containers::new(images.path()));
+    let containers = Arc::new(Containers::new(images.path(), captures.path()));
     let runtime = OciRuntime::new("/usr/sbin/runc", containers.state(), containers.base.path().join("bundles"));
     let builder = CriuBackend::builder().images(images.path()).capture_dir(captures.path()).binary(criu_binary());
     let backend = Arc::new(builder.oci_runtime(runtime).open().await.unwrap());

@@ -115,8 +115,7 @@ async fn after_a_kill_of_this_program_in_a_dump_the_sandbox_runs_or_restores() {
         run_and_kill(&world, &sandbox, "dump", moment(round, Duration::from_millis(400)));
         // What an engine does that opens its store again.
         world.backend.recover().await.unwrap();
-        // The CRIU that has lost its caller freezes once more on its way out what it found frozen.
-        eventually("it is thawed", || sandbox.thaw().ok());
+        sandbox.thaw().unwrap();
         let listed = world.backend.list(&sandbox.id()).await.unwrap();
         assert!(listed.iter().any(|artifact| artifact.id == first.id));
         for artifact in &listed {
@@ -139,15 +138,13 @@ async fn after_a_kill_of_this_program_in_a_dump_the_sandbox_runs_or_restores() {
     assert_eq!(get(&sandbox), Some(42));
 }
 
-/// Whether the sandbox answers before long. CRIU may still be letting go of it.
+/// Whether the sandbox answers before long, and is never frozen again.
 fn answers(sandbox: &Sandbox) -> bool {
     let end = Instant::now() + Duration::from_secs(10);
     while Instant::now() < end {
         match sandbox.condition().unwrap() {
             Condition::Stopped => return false,
-            // By the CRIU that has lost its caller, on its way out.
-            Condition::Frozen => sandbox.thaw().unwrap(),
-            _ => {}
+            condition => assert_eq!(condition, Condition::Running),
         }
         if let Ok(stream) = sandbox.connect(7000) {
             use std::io::{Read, Write};
@@ -171,7 +168,7 @@ async fn after_a_kill_of_this_program_in_a_restore_the_next_one_works() {
     for round in 0..KILLS {
         run_and_kill(&world, &sandbox, "restore", moment(round, Duration::from_millis(300)));
         world.backend.recover().await.unwrap();
-        // CRIU notices by itself that nobody listens any more; whoever restores again clears the sandbox first.
+        // Whoever restores again clears the sandbox first.
         sandbox.kill().unwrap();
         assert_eq!(sandbox.condition().unwrap(), Condition::Stopped);
         if round % 10 == 9 {
@@ -179,8 +176,14 @@ async fn after_a_kill_of_this_program_in_a_restore_the_next_one_works() {
             assert_eq!(get(&sandbox), Some(42), "round {round}");
         }
     }
-    // A CRIU that has lost its caller may have written into its directory while that was removed.
-    world.backend.recover().await.unwrap();
+    // A CRIU that was just being started, and was told nothing, has the lock of its caller for a moment.
+    for _ in 0..100 {
+        world.backend.recover().await.unwrap();
+        if world.has_no_captures() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
     world.assert_no_captures();
 }
 

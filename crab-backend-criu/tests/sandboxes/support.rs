@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -129,6 +129,18 @@ pub(crate) fn run(sandbox: &Sandbox, line: &str) -> String {
 #[track_caller]
 pub(crate) fn background(sandbox: &Sandbox, line: &str) {
     run(sandbox, &format!("setsid {line} </dev/null >/dev/null 2>&1 &"));
+}
+
+/// Nothing that belongs to the CRIU that restored them was left in these tasks' hands.
+#[track_caller]
+pub(crate) fn assert_nothing_kept(cgroup: &Path, captures: &Path) {
+    let members = std::fs::read_to_string(cgroup.join("cgroup.procs")).unwrap();
+    for pid in members.lines() {
+        let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        for target in descriptors.filter_map(|descriptor| std::fs::read_link(descriptor.path()).ok()) {
+            assert!(!target.starts_with(captures), "process {pid} holds {}", target.display());
+        }
+    }
 }
 
 /// Starts a python program in the background.
@@ -276,6 +288,7 @@ impl World {
             RestoreTarget { sandbox: sandbox.describe(), operation, keep_replaced: None, inherited, deadline: None };
         let restored = self.backend.restore(artifact, target).await?;
         sandbox.adopt(restored.init.expect("a process backend names the init"))?;
+        assert_nothing_kept(sandbox.cgroup(), &self.captures);
         Ok(restored)
     }
 
@@ -286,6 +299,7 @@ impl World {
             RestoreTarget { sandbox: sandbox.describe(), operation, keep_replaced: None, inherited, deadline: None };
         let restored = self.backend.restore(artifact, target).await?;
         sandbox.adopt(restored.init.expect("a process backend names the init"))?;
+        assert_nothing_kept(sandbox.cgroup(), &self.captures);
         Ok(restored)
     }
 
@@ -294,8 +308,8 @@ impl World {
         let parts = std::fs::read_dir(&self.captures).unwrap().flatten();
         parts
             .filter(|part| part.file_name().to_string_lossy().starts_with("owner-"))
-            // Its lock.
-            .all(|part| std::fs::read_dir(part.path()).unwrap().count() == 1)
+            // Beside its locks.
+            .all(|part| std::fs::read_dir(part.path()).unwrap().flatten().all(|entry| entry.path().is_file()))
     }
 
     #[track_caller]
