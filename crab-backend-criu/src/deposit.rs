@@ -33,6 +33,8 @@ pub(crate) struct Deposit {
     pub(crate) recipe_size: u64,
     /// How many bytes were written.
     pub(crate) written: u64,
+    /// How many bytes all images have.
+    pub(crate) size: u64,
 }
 
 /// Pages that lie one after another in a file.
@@ -129,6 +131,7 @@ pub(crate) fn deposit(
     }
     let images: Vec<Image> = sources.iter().map(|source| source.image.clone()).collect();
     let mut list = recipe::encode(&images)?;
+    let size = images.iter().map(|image| image.size).sum();
     drop(images);
     let (recipe, recipe_size) = (number(new.pages.len())?, list.len() as u64);
     list.resize(list.len().next_multiple_of(PAGE), 0);
@@ -161,7 +164,7 @@ pub(crate) fn deposit(
             std::fs::remove_file(&path).map_err(|e| Error::io(format!("remove {}", path.display()), e))?;
         }
     }
-    Ok(Deposit { packs, recipe, recipe_size, written })
+    Ok(Deposit { packs, recipe, recipe_size, written, size })
 }
 
 fn number(page: usize) -> Result<u32> {

@@ -56,6 +56,8 @@ pub(crate) struct Body {
     recipe: (u32, u64),
     /// What was written for it.
     bytes: u64,
+    /// Of all images together.
+    size: u64,
 }
 
 /// The file: the body and the digest of the body as JSON without spaces.
@@ -200,11 +202,12 @@ impl Store {
             Some((sandbox, artifact)) => self.link_packs(&sandbox, &artifact, temporary),
             None => Vec::new(),
         };
-        let Deposit { packs, recipe, recipe_size, written } = deposit(images, united, temporary, &base, self.level)?;
+        let Deposit { packs, recipe, recipe_size, written, size } =
+            deposit(images, united, temporary, &base, self.level)?;
         drop(base);
         let (sandbox, artifact) = (name.sandbox.clone(), name.artifact.clone());
         let recipe = (recipe, recipe_size);
-        let body = Body { format: FORMAT, sandbox, artifact, external, facts, packs, recipe, bytes: written };
+        let body = Body { format: FORMAT, sandbox, artifact, external, facts, packs, recipe, bytes: written, size };
         let (text, sha256) = sign(&body)?;
         let path = temporary.join(MANIFEST);
         let write = || {
@@ -377,6 +380,7 @@ impl Body {
             packs: Vec::new(),
             recipe: (0, 0),
             bytes: 0,
+            size: 0,
         }
     }
 }
@@ -392,6 +396,7 @@ fn artifact_of(body: Body, manifest: Option<Digest>) -> Artifact {
         domain: Domain::Process,
         backend: crate::NAME.to_owned(),
         bytes: Some(body.bytes),
+        size: Some(body.size),
         depends_on: Vec::new(),
         external: body.external,
         facts,
@@ -559,6 +564,15 @@ mod tests {
     }
 
     #[test]
+    fn an_artifact_tells_what_it_holds_and_what_was_written_for_it() {
+        let world = world();
+        let (first, second) = (world.put("a1"), world.put("a2"));
+        let size = ("the core of a1".len() + memory(1..800).len()) as u64;
+        assert_eq!((first.size, second.size), (Some(size), Some(size)));
+        assert!(second.bytes.unwrap() < first.bytes.unwrap() / 10, "its pages are there already");
+    }
+
+    #[test]
     fn what_is_stored_is_found_whole_and_private() {
         let world = world();
         let artifact = world.put("a1");
@@ -568,6 +582,7 @@ mod tests {
         let listed = world.store.list(&world.sandbox).unwrap();
         assert_eq!(listed.len(), 1);
         assert_eq!(listed[0].facts, artifact.facts);
+        assert_eq!(listed[0].size, artifact.size);
         assert_eq!(listed[0].external, [External::Pipe { inode: 4 }]);
         let pack = world.packs("a1").pop().unwrap();
         for (path, mode) in [(world.path("a1", ""), 0o700), (pack, 0o600), (world.path("a1", MANIFEST), 0o600)] {

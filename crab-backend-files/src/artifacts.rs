@@ -13,6 +13,7 @@ pub fn bare(backend: &str, sandbox: &SandboxId, id: &ArtifactId) -> Artifact {
         domain: Domain::Filesystem,
         backend: backend.to_owned(),
         bytes: None,
+        size: None,
         depends_on: Vec::new(),
         external: Vec::new(),
         facts: BTreeMap::new(),

@@ -80,6 +80,10 @@ pub struct Artifact {
     /// Bytes that were written to make it durable, where the backend knows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
+    /// Bytes of the state that it holds: what a copy by itself takes, with nothing shared and nothing compressed. Where
+    /// the backend knows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
     /// Artifacts of the same backend, domain and sandbox that must be kept for this one to be whole. A backend may name
     /// the nearest alone: those that they depend on are kept with them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -125,6 +129,7 @@ mod tests {
             domain: Domain::Process,
             backend: "x".into(),
             bytes: None,
+            size: None,
             depends_on: vec![],
             external: vec![],
             facts: facts.into_iter().map(|(fact, value)| (fact, value.to_owned())).collect(),

@@ -232,6 +232,7 @@ mod tests {
                 domain: Domain::Process,
                 backend: "x".into(),
                 bytes: None,
+                size: None,
                 depends_on: vec![],
                 external: vec![],
                 facts: Default::default(),

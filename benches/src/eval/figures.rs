@@ -48,6 +48,9 @@ pub(crate) fn of(results: &Results) -> Map<String, Value> {
     if let Some(ratio) = traffic(sessions()) {
         add("traffic_ratio", json!(ratio));
     }
+    if let Some(ratio) = traffic_in_the_same_store(sessions()) {
+        add("traffic_in_the_same_store_ratio", json!(ratio));
+    }
     for class in CLASSES {
         let mut exposed: Vec<f64> = turns.iter().filter(|turn| turn.captured == class).map(|t| ms(t.exposed)).collect();
         let mut whole: Vec<f64> =
@@ -131,8 +134,20 @@ pub(crate) fn bytes(turns: &[&TurnReport]) -> u64 {
     turns.iter().filter_map(|turn| turn.bytes).sum()
 }
 
-/// What Crab persisted, as a share of a full checkpoint at every turn.
+/// What whole copies of what was captured take.
+pub(crate) fn whole_bytes(turns: &[&TurnReport]) -> u64 {
+    turns.iter().filter_map(|turn| turn.size).sum()
+}
+
+/// What Crab persisted, as a share of what a full checkpoint at every turn holds: the images of CRIU as they come, each
+/// turn's by itself.
 pub(crate) fn traffic<'a>(sessions: impl Iterator<Item = &'a SessionRecord> + Clone) -> Option<f64> {
+    let full = whole_bytes(&calm_turns(sessions.clone(), "full"));
+    (full > 0).then(|| bytes(&calm_turns(sessions, "crab")) as f64 / full as f64)
+}
+
+/// The same against full checkpoints that go into the same store, which keeps each page once.
+pub(crate) fn traffic_in_the_same_store<'a>(sessions: impl Iterator<Item = &'a SessionRecord> + Clone) -> Option<f64> {
     let full = bytes(&calm_turns(sessions.clone(), "full"));
     (full > 0).then(|| bytes(&calm_turns(sessions, "crab")) as f64 / full as f64)
 }

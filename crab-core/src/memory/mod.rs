@@ -689,6 +689,7 @@ impl MemoryBackend {
             domain: self.domain,
             backend: "memory".to_owned(),
             bytes: None,
+            size: None,
             depends_on: Vec::new(),
             external: Vec::new(),
             facts: BTreeMap::new(),

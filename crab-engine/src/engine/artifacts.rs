@@ -22,7 +22,8 @@ pub(super) fn needed<'a>(manifests: impl Iterator<Item = &'a Manifest>) -> BTree
     for artifact in manifests.flat_map(Manifest::artifacts) {
         needed.insert(key(artifact), artifact.clone());
         for id in &artifact.depends_on {
-            let below = Artifact { id: id.clone(), bytes: None, depends_on: Vec::new(), ..artifact.clone() };
+            let below =
+                Artifact { id: id.clone(), bytes: None, size: None, depends_on: Vec::new(), ..artifact.clone() };
             needed.entry(key(&below)).or_insert(below);
         }
     }

@@ -35,6 +35,8 @@ struct Made {
     plan: Plan,
     delta: String,
     bytes: Option<u64>,
+    /// What the new artifacts hold.
+    size: Option<u64>,
 }
 
 /// What stands captured when the sandbox runs again.
@@ -121,6 +123,7 @@ pub(super) async fn run(inner: Arc<Inner>, job: JobId, id: SandboxId, lane: Lane
                             exposed,
                             frozen,
                             bytes: made.bytes,
+                            size: made.size,
                         },
                     );
                 }
@@ -496,8 +499,11 @@ impl Work {
             }
         };
         let new = [files.clone(), processes.clone()];
-        let sizes = new.iter().flatten().filter_map(|half| half.artifact()?.bytes);
-        let bytes = sizes.fold(None, |sum: Option<u64>, bytes| Some(sum.unwrap_or(0).saturating_add(bytes)));
+        let sum = |of: fn(&Artifact) -> Option<u64>| {
+            let known = new.iter().flatten().filter_map(|half| of(half.artifact()?));
+            known.fold(None, |sum: Option<u64>, bytes| Some(sum.unwrap_or(0).saturating_add(bytes)))
+        };
+        let (bytes, size) = (sum(|artifact| artifact.bytes), sum(|artifact| artifact.size));
         inner.persisted(bytes.unwrap_or(0));
         // Processes that were captured were alive then. Others may have been dying since the last look.
         if !matches!(processes, Some(Half::Stored(_)))
@@ -560,7 +566,7 @@ impl Work {
             inner.rebase(&self.id, base).await;
         }
         inner.step("checkpoint.rebased")?;
-        Ok(Made { manifest, plan, delta: describe_delta(&delta), bytes })
+        Ok(Made { manifest, plan, delta: describe_delta(&delta), bytes, size })
     }
 
     /// Checks that a backend stored what it was asked for, and names everything that the artifact depends on.

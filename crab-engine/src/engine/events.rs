@@ -78,6 +78,8 @@ pub enum EventKind {
         frozen: Duration,
         /// Bytes written, where the backends know.
         bytes: Option<u64>,
+        /// Bytes that whole copies of what was captured take, where the backends know.
+        size: Option<u64>,
     },
     /// The turn changed nothing and rides on the standing version.
     Skipped {

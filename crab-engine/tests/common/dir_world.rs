@@ -300,6 +300,7 @@ fn bare(domain: Domain, id: &SandboxId, artifact: ArtifactId) -> Artifact {
         domain,
         backend: "dir".to_owned(),
         bytes: None,
+        size: None,
         depends_on: Vec::new(),
         external: Vec::new(),
         facts: BTreeMap::new(),

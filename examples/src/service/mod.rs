@@ -135,6 +135,8 @@ pub struct TurnReport {
     pub frozen: Duration,
     /// Bytes written, where known.
     pub bytes: Option<u64>,
+    /// Bytes that a whole copy of what was captured takes, where known.
+    pub size: Option<u64>,
 }
 
 /// What a restore came to.

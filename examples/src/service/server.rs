@@ -252,14 +252,16 @@ async fn tell_event(Event { sandbox, kind, .. }: Event) -> Result<()> {
         exposed,
         frozen: Duration::ZERO,
         bytes: None,
+        size: None,
     };
     let message = match kind {
-        EventKind::Durable { turn, version, plan, delta, hidden, exposed, frozen, bytes } => {
+        EventKind::Durable { turn, version, plan, delta, hidden, exposed, frozen, bytes, size } => {
             let report = TurnReport {
                 captured: plan.label().to_owned(),
                 delta,
                 frozen,
                 bytes,
+                size,
                 ..report(turn, version, hidden, exposed)
             };
             Message::Turn { sandbox, report }

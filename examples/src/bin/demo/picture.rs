@@ -76,6 +76,7 @@ mod tests {
             exposed: Duration::ZERO,
             frozen: Duration::ZERO,
             bytes: None,
+            size: None,
         };
         let picture = draw(&[turn("full", 80), turn("skip", 9), turn("fs", 10)], &[2]);
         let lines: Vec<&str> = picture.lines().collect();
