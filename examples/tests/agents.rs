@@ -19,9 +19,11 @@ use crab_coordinator::resolve::OneSandbox;
 use crab_coordinator::{AfterRestore, Coordinator, GateRecord};
 use crab_core::{SandboxHost, SandboxId, StateDelta};
 use crab_engine::{Engine, ProcessOutcome, RestoreOptions, Select};
+use crab_examples::import::import;
 use crab_examples::sandbox::{
     Config, ExampleHost, ExecOptions, Sandbox, ScratchArea, criu_binary, home, snapshot_root,
 };
+use crab_examples::session::{Call, Session};
 use crab_inspector::{Inspector, PollingInspector};
 use tokio::sync::watch;
 
@@ -53,6 +55,8 @@ struct Recipe {
     /// How it takes up its work where its files are all that came back. Without, its processes are saved.
     resume: Option<&'static str>,
     env: &'static [(&'static str, &'static str)],
+    /// Where it keeps the files of its sessions, of a kind that can be imported.
+    sessions: Option<&'static str>,
 }
 
 const CLAUDE_ENV: &[(&str, &str)] = &[
@@ -71,6 +75,7 @@ const CLAUDE: Recipe = Recipe {
     start: "/opt/agent -p 'do the work' --dangerously-skip-permissions",
     resume: None,
     env: CLAUDE_ENV,
+    sessions: Some("root/.claude/projects"),
 };
 
 fn delta() -> Arc<dyn StateDelta> {
@@ -194,6 +199,15 @@ async fn dies_and_ends_its_work(recipe: &Recipe) {
         steps.dedup();
     }
     assert_eq!(steps, ["step 1", "step 2"], "{}", read(&root, "root/said"));
+    if let Some(sessions) = recipe.sessions {
+        // What it keeps of this session can be replayed.
+        let imported = imported(&root.join(sessions));
+        let lines: Vec<String> =
+            imported.responses.iter().flat_map(|response| &response.calls).map(Call::shell).collect();
+        for step in ["echo step 1 >> /root/done", "echo step 2 >> /root/done"] {
+            assert!(lines.iter().any(|line| line.contains(step)), "{lines:?}");
+        }
+    }
 
     bridging.abort();
     coordinator.shutdown(Duration::from_secs(1)).await;
@@ -215,6 +229,24 @@ async fn until(sandbox: &Arc<Sandbox>, what: &str, mut is: impl FnMut() -> bool)
 
 fn read(root: &Path, path: &str) -> String {
     std::fs::read_to_string(root.join(path)).unwrap_or_default()
+}
+
+/// The longest of the session files in a directory, imported.
+fn imported(sessions: &Path) -> Session {
+    let (mut open, mut files) = (vec![sessions.to_owned()], Vec::new());
+    while let Some(directory) = open.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() {
+                true => open.push(path),
+                false if path.extension().is_some_and(|extension| extension == "jsonl") => files.push(path),
+                false => {}
+            }
+        }
+    }
+    let longest = files.iter().max_by_key(|path| std::fs::metadata(path).unwrap().len());
+    let text = std::fs::read_to_string(longest.expect("it keeps its session")).unwrap();
+    Session::parse("imported", &import(&text).unwrap()).unwrap()
 }
 
 fn copy(from: &Path, to: &Path, without: &[&str]) {
@@ -261,6 +293,7 @@ async fn codex_lives_through_the_death_of_its_sandbox() {
         start: "/opt/agent exec --dangerously-bypass-approvals-and-sandbox --skip-git-repo-check 'do the work'",
         resume: None,
         env: &[("SCRIPTED_KEY", "dummy")],
+        sessions: Some("root/.codex/sessions"),
     })
     .await;
 }
@@ -290,6 +323,7 @@ async fn mini_swe_agent_lives_through_the_death_of_its_sandbox() {
             ("MSWEA_GLOBAL_CONFIG_DIR", "/root"),
             ("LITELLM_LOCAL_MODEL_COST_MAP", "True"),
         ],
+        sessions: None,
     })
     .await;
 }
