@@ -194,7 +194,12 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// The [tie](Area::tie) of the area that it is in.
+    /// The area that it is in.
+    pub(crate) fn area(&self) -> &Area {
+        &self.area
+    }
+
+    /// The [tie](Area::tie) of that area.
     pub(crate) fn tie(&self) -> Result<OwnedFd> {
         self.area.tie()
     }

@@ -4,15 +4,16 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use crab_core::{
-    Artifact, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, ErrorKind, RestoreTarget,
-    Restored, Result, Sandbox, SandboxId,
+    Artifact, ArtifactId, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, ErrorKind,
+    Prepared, RestoreTarget, Restored, Result, Sandbox, SandboxId,
 };
 
 use crate::area::Area;
+use crate::copies::AllCopies;
 use crate::dump::{self, Dumped};
 use crate::oci::{Oci, OciRuntime};
 use crate::program::{self, Program};
@@ -77,12 +78,18 @@ pub(crate) struct Inner {
     pub(crate) turns: Arc<Turns>,
     /// Memory is copied before the freeze. Off for good once a dump of that kind has failed.
     pub(crate) incremental: AtomicBool,
+    pub(crate) prepared: Arc<AllCopies>,
     captures: Arc<Area>,
     /// For captures that do not fit into the other.
     spacious: Arc<Area>,
 }
 
 impl Inner {
+    /// Whether memory can be copied before the freeze.
+    pub(crate) fn copies(&self) -> bool {
+        self.incremental.load(Ordering::Relaxed) && self.oci.is_none()
+    }
+
     /// Where a capture of that many bytes goes.
     pub(crate) fn area_for(&self, bytes: u64) -> &Arc<Area> {
         if self.captures.has_room(bytes) { &self.captures } else { &self.spacious }
@@ -171,9 +178,10 @@ impl CriuBuilder {
 
     /// Where the kernel can tell which pages were written, a capture copies the memory while the sandbox runs, and freezes
     /// it for what was written meanwhile: a long freeze becomes two short ones, for about as much work again outside of
-    /// them. It needs a kernel from 6.7 on with `CONFIG_MEM_SOFT_DIRTY`, which [`open`](Self::open) tries out. Elsewhere,
-    /// with an OCI runtime, and for a sandbox that the caller has frozen, captures are full ones all the same. What is
-    /// stored is always whole. Off without this call.
+    /// them. It needs a kernel from 6.7 on with `CONFIG_MEM_SOFT_DIRTY`, which [`open`](Self::open) tries out. Elsewhere
+    /// and with an OCI runtime captures are full ones all the same, and so are those of a sandbox that the caller has
+    /// frozen without [preparing](CheckpointBackend::prepare) for it. What is stored is always whole. Off without this
+    /// call.
     #[must_use]
     pub fn incremental(mut self) -> Self {
         self.incremental = true;
@@ -229,6 +237,7 @@ impl CriuBuilder {
                 ghost_limit: self.ghost_limit.unwrap_or(GHOST_LIMIT),
                 turns: Arc::default(),
                 incremental: AtomicBool::new(incremental),
+                prepared: Arc::default(),
                 captures,
                 spacious,
             };
@@ -282,7 +291,8 @@ impl CheckpointBackend for CriuBackend {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::default().with_forks().with_incremental()
+        let capabilities = Capabilities::default().with_forks().with_incremental();
+        if self.inner.copies() { capabilities.with_prepares() } else { capabilities }
     }
 
     async fn recover(&self) -> Result<()> {
@@ -292,6 +302,20 @@ impl CheckpointBackend for CriuBackend {
             inner.captures.recover()?;
             inner.spacious.recover()?;
             inner.store.recover()
+        })
+        .await
+    }
+
+    async fn prepare(&self, sandbox: &Sandbox, artifact: &ArtifactId, deadline: Option<Instant>) -> Result<Prepared> {
+        if !self.inner.copies() {
+            return Ok(Prepared::nothing());
+        }
+        let caller = Caller::default();
+        let _presence = caller.present();
+        let (inner, sandbox, artifact) = (Arc::clone(&self.inner), sandbox.clone(), artifact.clone());
+        blocking(move || {
+            let copies = dump::copy(&inner, &sandbox, deadline, &caller)?;
+            Ok(Prepared::new(copies.stopped, inner.prepared.keep((sandbox.id, artifact), copies)))
         })
         .await
     }

@@ -12,11 +12,12 @@ use crab_core::{Artifact, ArtifactId, Condition, Error, ErrorKind, External, Res
 use crate::area::Scratch;
 use crate::backend::{Connections, FileLocks, Inner};
 use crate::cgroup::{Cgroup, FreezerGuard};
+use crate::copies::Copies;
 use crate::cut::Cut;
 use crate::failure::CriuFailure;
 use crate::oci::{Oci, Run};
 use crate::precopy::Precopy;
-use crate::preflight;
+use crate::preflight::{self, Tree};
 use crate::procfs::Stat;
 use crate::program::{self, common_options};
 use crate::proto::{Kind, Options, Response};
@@ -82,14 +83,20 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
     let Job { inner, sandbox, artifact, like, frozen, deadline, caller } = job;
     let _turn = inner.turns.take(&sandbox.cgroup, deadline)?;
     let name = inner.store.reserve(&sandbox.id, &artifact)?;
+    let copies = inner.prepared.take(&(sandbox.id.clone(), artifact.clone()));
     let tree = preflight::check(&sandbox)?;
     let external = externals::left_out(&sandbox, tree.init)?;
     if inner.oci.is_some() {
         Oci::suits(&sandbox.external)?;
     }
-    let incremental = inner.incremental.load(Ordering::Relaxed) && !frozen && inner.oci.is_none();
-    let area = inner.area_for(if incremental { tree.bytes.saturating_mul(2) } else { tree.bytes });
-    let scratch = area.directory()?;
+    let copies = match copies {
+        None if inner.copies() && !frozen => Some(copies_of(&inner, &sandbox, &tree, deadline, &caller)?),
+        copies => copies,
+    };
+    let (scratch, precopy, noted) = match copies {
+        Some(Copies { scratch, precopy, stopped }) => (scratch, Some(precopy), stopped),
+        None => (inner.area_for(tree.bytes).directory()?, None, Duration::ZERO),
+    };
     let io = |e| Error::io("open the capture directory", e);
     let images = files::open_directory(&scratch.images()).map_err(io)?;
     let work = files::open_directory(&scratch.work()).map_err(io)?;
@@ -112,16 +119,12 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
     let run = match &inner.oci {
         Some(oci) => Run::Runtime(oci.dump(&sandbox, &scratch, &options, deadline)?),
         None => {
-            let binds = area.run_directory()?.into_iter().collect();
+            let binds = scratch.area().run_directory()?.into_iter().collect();
             let surroundings = Surroundings { keep: vec![scratch.tie()?], binds, ..Surroundings::default() };
             let swrk = Swrk::start(&inner.program.path, surroundings, deadline)?;
             swrk.shield_from_oom();
             Run::Own(swrk)
         }
-    };
-    let (precopy, noted) = match incremental {
-        true => precopied(&cgroup, &scratch, deadline, &caller)?,
-        false => (None, Duration::ZERO),
     };
     if precopy.is_some() {
         options.track_mem = Some(true);
@@ -183,15 +186,24 @@ fn attempt(job: Job, cut: Cut) -> Result<Dumped> {
     Ok(Dumped { name, scratch, precopy, like, external: sandbox.external, facts, stopped })
 }
 
-/// Copies the memory beforehand, and says how long the sandbox was stopped for that.
-fn precopied(
-    cgroup: &Cgroup,
-    scratch: &Scratch,
+/// Copies the memory of a running sandbox for a capture to come.
+pub(crate) fn copy(inner: &Inner, sandbox: &Sandbox, deadline: Option<Instant>, caller: &Caller) -> Result<Copies> {
+    let _turn = inner.turns.take(&sandbox.cgroup, deadline)?;
+    let tree = preflight::check(sandbox)?;
+    copies_of(inner, sandbox, &tree, deadline, caller)
+}
+
+fn copies_of(
+    inner: &Inner,
+    sandbox: &Sandbox,
+    tree: &Tree,
     deadline: Option<Instant>,
     caller: &Caller,
-) -> Result<(Option<Precopy>, Duration)> {
+) -> Result<Copies> {
+    let scratch = inner.area_for(tree.bytes.saturating_mul(2)).directory()?;
+    let cgroup = Cgroup::at(&sandbox.cgroup);
     let since = Instant::now();
-    let freezer = FreezerGuard::new(cgroup, None);
+    let freezer = FreezerGuard::new(&cgroup, None);
     let noted = cgroup.freeze(deadline).and_then(|()| Precopy::note(cgroup.processes()?, &scratch.before()));
     freezer.settle()?;
     let stopped = since.elapsed();
@@ -202,7 +214,7 @@ fn precopied(
     };
     let mut precopy = noted?;
     precopy.copy(&wanted)?;
-    Ok((Some(precopy), stopped))
+    Ok(Copies { precopy, scratch, stopped })
 }
 
 fn facts(inner: &Inner, tasks: usize, init: u32) -> BTreeMap<String, String> {

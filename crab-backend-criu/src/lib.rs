@@ -27,8 +27,9 @@
 //! With [`CriuBuilder::incremental`], and on a kernel that marks written pages, a capture copies the memory while the
 //! sandbox runs and freezes it for what was written meanwhile. The marks are not trusted alone: Linux loses those of
 //! memory that `mremap` moves by whole page tables, so every unmarked page must also be the same page of the machine
-//! that was copied. Nothing of an earlier capture is needed, and what is stored is whole. It is off by default, and of no
-//! use where the caller freezes first, as `crab-engine` does.
+//! that was copied. Nothing of an earlier capture is needed, and what is stored is whole. Who freezes a sandbox himself
+//! has the copies made before that by [`prepare`](crab_core::CheckpointBackend::prepare), as `crab-engine` does. It is
+//! off by default.
 //!
 //! # What it refuses
 //! Before anything is stopped, and by name: processes outside the tree or in a user namespace of their own, descriptors
@@ -56,6 +57,7 @@
 mod area;
 mod backend;
 mod cgroup;
+mod copies;
 mod cut;
 mod deposit;
 mod descriptors;

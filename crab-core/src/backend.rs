@@ -1,7 +1,7 @@
 //! How one domain is saved and brought back.
 
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
@@ -29,6 +29,8 @@ pub struct Capabilities {
     pub exports: bool,
     /// An import that was cut short can be continued: [`CheckpointBackend::resume_token`].
     pub resumes: bool,
+    /// [`CheckpointBackend::prepare`] shortens the freeze.
+    pub prepares: bool,
 }
 
 impl Capabilities {
@@ -74,6 +76,12 @@ impl Capabilities {
         self.resumes = true;
         self
     }
+    /// The same with [`prepares`](Self::prepares).
+    #[must_use]
+    pub fn with_prepares(mut self) -> Self {
+        self.prepares = true;
+        self
+    }
 }
 
 /// What is to be done at the cut: at the one moment that the captured state belongs to. The engine pairs the domains
@@ -114,6 +122,38 @@ pub struct CaptureRequest<'a> {
     pub at_cut: &'a mut dyn AtCut,
 }
 
+/// What was done for a capture before the freeze. Dropping it undoes that.
+#[derive(Default)]
+pub struct Prepared {
+    stopped: Duration,
+    kept: Option<Box<dyn Send + Sync>>,
+}
+
+impl Prepared {
+    /// Something was done, in which the sandbox's tasks were stopped for so long; `kept` undoes it when it is dropped.
+    pub fn new(stopped_for: Duration, kept: impl Send + Sync + 'static) -> Self {
+        Self { stopped: stopped_for, kept: Some(Box::new(kept)) }
+    }
+
+    /// Nothing was done.
+    #[must_use]
+    pub fn nothing() -> Self {
+        Self::default()
+    }
+
+    /// How long the sandbox's tasks were stopped for it.
+    #[must_use]
+    pub fn stopped_for(&self) -> Duration {
+        self.stopped
+    }
+}
+
+impl std::fmt::Debug for Prepared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Prepared").field("stopped", &self.stopped).field("kept", &self.kept.is_some()).finish()
+    }
+}
+
 /// One domain's checkpoints.
 ///
 /// A checkpoint has two halves. [`capture`](Self::capture) takes the consistent cut and is short; the sandbox may be
@@ -143,6 +183,23 @@ pub trait CheckpointBackend: Send + Sync {
     /// # Errors
     /// Where something was found that could neither be finished nor undone; it says what and where.
     async fn recover(&self) -> Result<()>;
+
+    /// Does beforehand, while the sandbox runs, what shortens the freeze around the [`capture`](Self::capture) of this
+    /// name. It is used by that capture where it is still there, and goes when the returned value does. What the sandbox
+    /// changes until the cut is in the capture all the same. Without [`Capabilities::prepares`] nothing is done.
+    ///
+    /// Dropping the future leaves nothing behind and the sandbox running, at the latest after the deadline.
+    ///
+    /// # Errors
+    /// Nothing is left behind, and the sandbox runs. The capture may be made without.
+    async fn prepare(
+        &self,
+        _sandbox: &Sandbox,
+        _artifact: &ArtifactId,
+        _deadline: Option<Instant>,
+    ) -> Result<Prepared> {
+        Ok(Prepared::nothing())
+    }
 
     /// Takes the cut and calls [`CaptureRequest::at_cut`] once at it. The sandbox runs on afterwards, unless the
     /// caller froze it.
@@ -279,7 +336,7 @@ pub trait Captured: Send + Sync {
     async fn discard(self: Box<Self>) -> Result<()>;
 
     /// How long the capture itself kept the sandbox's tasks stopped, where the backend knows.
-    fn stopped_for(&self) -> Option<std::time::Duration> {
+    fn stopped_for(&self) -> Option<Duration> {
         None
     }
 }

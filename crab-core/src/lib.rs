@@ -40,7 +40,9 @@ pub mod conformance;
 pub mod memory;
 
 pub use artifact::{Artifact, Digest, Domain};
-pub use backend::{AtCut, Capabilities, CaptureRequest, Captured, CheckpointBackend, NoCut, RestoreTarget, Restored};
+pub use backend::{
+    AtCut, Capabilities, CaptureRequest, Captured, CheckpointBackend, NoCut, Prepared, RestoreTarget, Restored,
+};
 pub use boundary::{Boundary, TurnBoundary};
 pub use delta::{Change, Delta, Effects, Evidence, Rebase, StateDelta, Token, Unknown};
 pub use error::{Advice, Error, ErrorKind, Result};

@@ -47,6 +47,7 @@
 //! | `turn/hidden`, `turn/exposed` | the model works; its answer waits for the verdict | |
 //! | `turn/queued` | waiting for a worker | |
 //! | `turn/checkpoint` | the job, below the first turn that it serves; the others are linked | `sandbox`, `plan`, `version` |
+//! | `checkpoint/prepare` | what is done beforehand so that the freeze is short, where the process backend does that | |
 //! | `checkpoint/frozen` | the sandbox's tasks are stopped | |
 //! | `frozen/capture_processes`, `capture_files` | the captures; without a freeze the latter is below `checkpoint` | |
 //! | `checkpoint/queued`, `persist`, `commit` | after the thaw: waiting, artifacts to disk, the manifest | |

@@ -114,6 +114,7 @@ async fn every_turn_is_one_tree_of_spans_from_its_boundary_to_its_verdict() {
         "turn/checkpoint/frozen/capture_processes",
         "turn/checkpoint/frozen/capture_processes/capture_files",
         "turn/checkpoint/persist",
+        "turn/checkpoint/prepare",
         "turn/checkpoint/queued",
         "turn/decide",
         "turn/exposed",

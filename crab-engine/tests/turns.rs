@@ -212,6 +212,59 @@ async fn a_full_queue_refuses_with_a_typed_error() {
 }
 
 #[tokio::test]
+async fn processes_are_prepared_for_before_the_freeze_and_files_alone_are_not() {
+    let f = Fixture::new();
+    let engine = f.engine().await;
+    let before = f.world.steps().len();
+    f.covered(&engine, 1).await;
+    let steps = f.world.steps()[before..].to_vec();
+    let at = |wanted: Step| steps.iter().position(|step| *step == wanted);
+    assert!(at(Step::Prepare) < at(Step::Freeze) && at(Step::Prepare).is_some(), "{steps:?}");
+    f.world.write(&f.id, "/a", "1").unwrap();
+    let before = f.world.steps().len();
+    f.covered(&engine, 2).await;
+    assert!(!f.world.steps()[before..].contains(&Step::Prepare));
+    assert!(f.world.prepared().is_empty());
+}
+
+#[tokio::test]
+async fn a_preparation_that_goes_wrong_does_not_lose_the_version() {
+    use crab_core::memory::Fault;
+    let f = Fixture::new();
+    let engine = f.engine().await;
+    for (turn, fault) in [Fault::Error(ErrorKind::Io), Fault::Panic, Fault::Hang].into_iter().enumerate() {
+        let turn = turn as u64 + 1;
+        f.world.order(Step::Prepare, fault);
+        f.world.remember(&f.id, "server", &turn.to_string()).unwrap();
+        assert_eq!(f.covered(&engine, turn).await, VersionId(turn), "{fault:?}");
+        assert!(matches!(newest(&engine, &f.id).process, Half::Stored(_)));
+        assert!(f.world.prepared().is_empty(), "{fault:?}");
+    }
+    assert_sound(&f.world, &engine, "").await;
+}
+
+#[tokio::test]
+async fn a_capture_that_goes_wrong_leaves_nothing_prepared() {
+    use crab_core::memory::Fault;
+    let f = Fixture::new();
+    let engine = f.engine().await;
+    for (turn, fault) in [Fault::Error(ErrorKind::Io), Fault::Panic, Fault::Hang].into_iter().enumerate() {
+        // The second try succeeds.
+        f.world.order(Step::Capture(Domain::Process), fault);
+        f.world.remember(&f.id, "server", &turn.to_string()).unwrap();
+        f.covered(&engine, turn as u64 + 1).await;
+        assert!(f.world.prepared().is_empty(), "{fault:?}");
+    }
+    // Nor does an engine that is closed in the middle of it.
+    f.world.order(Step::Prepare, Fault::Hang);
+    f.world.remember(&f.id, "server", "last").unwrap();
+    drop(boundary(&engine, &f.id, 4).await);
+    engine.close().await;
+    assert!(f.world.prepared().is_empty());
+    assert_sound(&f.world, &engine, "").await;
+}
+
+#[tokio::test]
 async fn a_client_that_goes_away_still_gets_its_version() {
     let f = Fixture::new();
     let engine = f.engine().await;

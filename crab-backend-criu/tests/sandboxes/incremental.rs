@@ -1,12 +1,14 @@
 //! Captures that copy the memory before the freeze. They need a kernel that marks written pages.
 
+use std::path::Path;
 use std::sync::Arc;
 
-use crab_core::{Artifact, CheckpointBackend};
+use async_trait::async_trait;
+use crab_core::{Artifact, AtCut, CaptureRequest, CheckpointBackend, Condition, Result};
 use crab_examples::sandbox::Sandbox;
 
 use crate::files_of_the_cut::{Pair, roll_back};
-use crate::support::{World, eventually, get, python, set, world_with};
+use crate::support::{World, artifact_name, eventually, get, python, set, world_with};
 
 /// A backend that copies beforehand, where that is possible.
 async fn world() -> Option<World> {
@@ -35,6 +37,7 @@ async fn where_pages_are_not_marked_full_dumps_are_made() {
     }
     let sandbox = world.with_server();
     set(&sandbox, 6);
+    assert!(!world.backend.capabilities().prepares, "there is nothing to be had");
     let artifact = world.checkpoint(&sandbox).await;
     sandbox.kill().unwrap();
     world.restore(&sandbox, &artifact).await.unwrap();
@@ -224,6 +227,69 @@ async fn full_dumps_of_the_same_storm_are_right_too() {
     std::fs::write(sandbox.root().join("root/check-full"), "").unwrap();
     world.restore(&sandbox, &artifact).await.unwrap();
     check(&sandbox, "full");
+}
+
+/// At the cut, how many bytes of pages CRIU has saved.
+struct Saved<'a> {
+    world: &'a World,
+    bytes: Option<u64>,
+}
+
+#[async_trait]
+impl AtCut for Saved<'_> {
+    async fn run(&mut self) -> Result<()> {
+        let entries = |path: &Path| std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
+        let runs = entries(&self.world.captures).flat_map(|part| entries(&part).collect::<Vec<_>>());
+        let files = runs.flat_map(|run| entries(&run.join("images")).collect::<Vec<_>>());
+        let pages = files.filter(|file| file.file_name().unwrap().to_string_lossy().starts_with("pages-"));
+        self.bytes = Some(pages.map(|file| file.metadata().unwrap().len()).sum());
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_incremental_dump_of_a_sandbox_that_the_caller_freezes_uses_what_was_prepared() {
+    let Some(world) = world().await else { return };
+    assert!(world.backend.capabilities().prepares);
+    let sandbox = world.with_server();
+    python(
+        &sandbox,
+        "memory",
+        "import os, time\nmemory = os.urandom(24 << 20)\nopen('/root/up', 'w')\ntime.sleep(1e5)\n",
+    );
+    eventually("it is up", || sandbox.root().join("root/up").exists().then_some(()));
+    for prepares in [true, false] {
+        set(&sandbox, 1);
+        let (described, artifact) = (sandbox.describe(), artifact_name());
+        let prepared = match prepares {
+            true => Some(world.backend.prepare(&described, &artifact, None).await.unwrap()),
+            false => None,
+        };
+        set(&sandbox, 2);
+        sandbox.freeze().unwrap();
+        let mut saved = Saved { world: &world, bytes: None };
+        let request = CaptureRequest {
+            sandbox: &described,
+            artifact,
+            parent: None,
+            frozen: true,
+            deadline: None,
+            at_cut: &mut saved,
+        };
+        let captured = world.backend.capture(request).await.unwrap();
+        let bytes = saved.bytes.unwrap();
+        assert_eq!(bytes < 16 << 20, prepares, "{bytes} bytes were saved in the freeze");
+        assert_eq!(sandbox.condition().unwrap(), Condition::Frozen);
+        sandbox.thaw().unwrap();
+        drop(prepared);
+        set(&sandbox, 3);
+        let artifact = captured.persist().await.unwrap();
+        sandbox.kill().unwrap();
+        world.restore(&sandbox, &artifact).await.unwrap();
+        assert_eq!(get(&sandbox), Some(2));
+    }
+    assert!(world.backend.is_incremental(), "none of them failed");
+    world.assert_no_captures();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -34,8 +34,8 @@ use async_trait::async_trait;
 
 use crate::{
     Artifact, ArtifactId, AtCut, CaptureRequest, Captured, Change, CheckpointBackend, Condition, Domain, Error,
-    ErrorKind, NoCut, OperationId, Rebase, RestoreTarget, Restored, Result, SandboxHost, SandboxId, StateDelta,
-    Unknown,
+    ErrorKind, NoCut, OperationId, Prepared, Rebase, RestoreTarget, Restored, Result, SandboxHost, SandboxId,
+    StateDelta, Unknown,
 };
 
 /// How the backend suite makes and sees sandboxes. The *value* is the domain's whole state as far as the suite is
@@ -211,6 +211,8 @@ suite! {
     a_restore_brings_back_the_captured_state,
     a_capture_leaves_the_sandbox_running_as_it_was,
     what_happens_after_the_cut_is_not_captured,
+    what_happens_after_the_preparation_is_captured,
+    a_preparation_that_is_dropped_leaves_nothing,
     the_cut_runs_exactly_once,
     a_failing_cut_fails_the_capture_and_leaves_nothing,
     a_discarded_capture_leaves_nothing,
@@ -276,6 +278,56 @@ pub async fn what_happens_after_the_cut_is_not_captured(f: &dyn BackendFixture) 
     let artifact = captured.persist().await.expect("persist");
     kill_and_restore(f, &id, &artifact).await;
     assert_eq!(f.get(&id).await, Some(10));
+}
+
+/// Whatever a backend does before the freeze, what it captures is what there is at the cut.
+pub async fn what_happens_after_the_preparation_is_captured(f: &dyn BackendFixture) {
+    let (id, artifact) = (f.sandbox().await, artifact_name());
+    f.set(&id, 20).await;
+    let prepared = prepare(f, &id, &artifact).await;
+    f.set(&id, 21).await;
+    f.host().freeze(&id).await.expect("freeze");
+    let before = f.host().condition(&id).await.unwrap();
+    let sandbox = f.host().describe(&id).await.expect("the host describes its own sandbox");
+    let mut nothing = NoCut;
+    let request = CaptureRequest {
+        sandbox: &sandbox,
+        artifact,
+        parent: None,
+        frozen: true,
+        deadline: None,
+        at_cut: &mut nothing,
+    };
+    let captured = f.backend().capture(request).await.expect("capture");
+    assert_eq!(f.host().condition(&id).await.unwrap(), before, "the caller froze it");
+    f.host().thaw(&id).await.expect("thaw");
+    drop(prepared);
+    f.set(&id, 22).await;
+    let artifact = captured.persist().await.expect("persist");
+    kill_and_restore(f, &id, &artifact).await;
+    assert_eq!(f.get(&id).await, Some(21));
+}
+
+/// A preparation is no artifact, does not take the name, and goes without a trace.
+pub async fn a_preparation_that_is_dropped_leaves_nothing(f: &dyn BackendFixture) {
+    let (id, artifact) = (f.sandbox().await, artifact_name());
+    f.set(&id, 30).await;
+    let before = f.host().condition(&id).await.unwrap();
+    for _ in 0..2 {
+        drop(prepare(f, &id, &artifact).await);
+        assert_eq!(f.host().condition(&id).await.unwrap(), before);
+        assert!(listed(f, &id).await.is_empty());
+    }
+    f.set(&id, 31).await;
+    let captured = try_capture(f, &id, artifact, &mut NoCut).await.expect("capture");
+    let artifact = captured.persist().await.expect("persist");
+    kill_and_restore(f, &id, &artifact).await;
+    assert_eq!(f.get(&id).await, Some(31));
+}
+
+async fn prepare(f: &dyn BackendFixture, id: &SandboxId, artifact: &ArtifactId) -> Prepared {
+    let sandbox = f.host().describe(id).await.expect("the host describes its own sandbox");
+    f.backend().prepare(&sandbox, artifact, None).await.expect("prepare")
 }
 
 struct Counting {

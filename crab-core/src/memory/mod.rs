@@ -20,15 +20,15 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
 use crate::{
     Artifact, ArtifactId, ByteStream, Capabilities, CaptureRequest, Captured, Change, CheckpointBackend, Condition,
     Delta, Domain, Effects, Error, ErrorKind, Evidence, ExportRequest, External, FileChanges, ImportRequest,
-    InheritedFd, OperationId, Rebase, RestoreTarget, Restored, Result, Sandbox, SandboxHost, SandboxId, Space,
-    StateDelta, Token, Unknown,
+    InheritedFd, OperationId, Prepared, Rebase, RestoreTarget, Restored, Result, Sandbox, SandboxHost, SandboxId,
+    Space, StateDelta, Token, Unknown,
 };
 
 mod transfer;
@@ -53,6 +53,8 @@ pub enum Step {
     Relaunch,
     /// [`StateDelta::take`], where an error makes both domains unknown.
     Take,
+    /// [`CheckpointBackend::prepare`] of the processes.
+    Prepare,
     /// [`CheckpointBackend::capture`], before the cut.
     Capture(Domain),
     /// [`CheckpointBackend::capture`], after the cut.
@@ -130,6 +132,8 @@ struct Watch {
 struct State {
     boxes: BTreeMap<SandboxId, MemoryBox>,
     artifacts: BTreeMap<Key, Stored>,
+    /// Captures that are prepared.
+    prepared: Vec<ArtifactId>,
     /// Which restore made an artifact of the state that it replaced.
     kept: HashMap<Key, OperationId>,
     damaged: Vec<Key>,
@@ -266,6 +270,12 @@ impl MemoryWorld {
     #[must_use]
     pub fn artifacts(&self) -> Vec<(Domain, SandboxId, ArtifactId)> {
         self.state().artifacts.keys().cloned().collect()
+    }
+
+    /// Captures that are prepared and not over yet.
+    #[must_use]
+    pub fn prepared(&self) -> Vec<ArtifactId> {
+        self.state().prepared.clone()
     }
 
     /// Damages an artifact, as a flipped bit would.
@@ -471,6 +481,21 @@ struct MemoryBackend {
     domain: Domain,
 }
 
+/// Stands in the list of what is prepared, until it is dropped.
+struct MemoryPreparation {
+    world: MemoryWorld,
+    artifact: ArtifactId,
+}
+
+impl Drop for MemoryPreparation {
+    fn drop(&mut self) {
+        let prepared = &mut self.world.state().prepared;
+        if let Some(at) = prepared.iter().position(|artifact| *artifact == self.artifact) {
+            prepared.swap_remove(at);
+        }
+    }
+}
+
 struct MemoryCapture {
     world: MemoryWorld,
     artifact: Artifact,
@@ -491,12 +516,23 @@ impl CheckpointBackend for MemoryBackend {
         let capabilities = Capabilities::default().with_forks();
         match self.domain {
             Domain::Filesystem => capabilities.with_keeps_replaced().with_diffs().with_accounts().with_exports(),
-            Domain::Process => capabilities,
+            Domain::Process => capabilities.with_prepares(),
         }
     }
 
     async fn recover(&self) -> Result<()> {
         Ok(())
+    }
+
+    async fn prepare(&self, _sandbox: &Sandbox, artifact: &ArtifactId, deadline: Option<Instant>) -> Result<Prepared> {
+        if self.domain == Domain::Filesystem {
+            return Ok(Prepared::nothing());
+        }
+        let preparation = MemoryPreparation { world: self.world.clone(), artifact: artifact.clone() };
+        self.world.state().prepared.push(artifact.clone());
+        self.world.reach(Step::Prepare).await?;
+        refuse_late(deadline)?;
+        Ok(Prepared::new(Duration::ZERO, preparation))
     }
 
     async fn capture(&self, request: CaptureRequest<'_>) -> Result<Box<dyn Captured>> {

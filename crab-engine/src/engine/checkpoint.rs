@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use async_trait::async_trait;
 use crab_core::{
     Artifact, ArtifactId, AtCut, CaptureRequest, Captured, CheckpointBackend, Condition, Delta, Error, ErrorKind, Half,
-    HostFacts, MANIFEST_FORMAT, Manifest, NoCut, Origin, Rebase, Result, Sandbox, SandboxId, Timings, Token,
+    HostFacts, MANIFEST_FORMAT, Manifest, NoCut, Origin, Prepared, Rebase, Result, Sandbox, SandboxId, Timings, Token,
     TurnNumber, VersionId,
 };
 use futures_util::FutureExt;
@@ -261,6 +261,8 @@ impl Work {
     ) -> Result<CutResult> {
         let inner = &self.inner;
         let begun = Instant::now();
+        // Kept until the capture is over.
+        let prepared = self.prepare(attached, artifact).await?;
         let frozen = Frozen::freeze(&inner.host, &self.id, inner.options.deadlines.host).await?;
         inner.emit(&self.id, EventKind::Frozen);
         let span = tracing::info_span!("frozen");
@@ -277,7 +279,7 @@ impl Work {
         }
         let failed = match (taken, thawed) {
             (Ok(Some(mut cut)), Ok(frozen)) => {
-                cut.frozen = frozen;
+                cut.frozen = frozen.saturating_add(prepared.stopped_for());
                 cut.capture = begun.elapsed();
                 return Ok(CutResult::Taken(Box::new(cut)));
             }
@@ -294,6 +296,28 @@ impl Work {
             (Err(error), Err(thaw)) => error.condition(thaw.sandbox_condition().unwrap_or(Condition::Frozen)),
         };
         Err(failed)
+    }
+
+    /// Lets the process backend do what it can before the freeze. A capture does without what fails here.
+    async fn prepare(&self, attached: &Attached, artifact: &ArtifactId) -> Result<Prepared> {
+        let inner = &self.inner;
+        let Some(backend) = inner.process.as_ref().filter(|backend| backend.capabilities().prepares) else {
+            return Ok(Prepared::nothing());
+        };
+        let (backend, artifact, limit) = (backend.clone(), artifact.clone(), inner.options.deadlines.capture);
+        let sandbox = self.describe_living(attached).await?;
+        if sandbox.init.is_none() {
+            return Ok(Prepared::nothing());
+        }
+        let deadline = Instant::now().checked_add(limit);
+        let prepared =
+            call("prepare the capture", limit, async move { backend.prepare(&sandbox, &artifact, deadline).await })
+                .instrument(tracing::info_span!("prepare"))
+                .await;
+        Ok(prepared.unwrap_or_else(|error| {
+            tracing::warn!(sandbox = %self.id, "the freeze will be longer than it might be: {error}");
+            Prepared::nothing()
+        }))
     }
 
     /// `None` where nothing differs from the standing version after all.
