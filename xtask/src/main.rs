@@ -15,9 +15,11 @@ const USAGE: &str = "\
 Usage: cargo xtask TASK
 
 Tasks:
-  setup [--check] [--agents] make this machine ready: host packages, CRIU, the btrfs pool, the
+  setup [--check] [--agents] [--browser]
+                             make this machine ready: host packages, CRIU, the btrfs pool, the
                              sandboxes' root filesystem. With --check, only say what is missing.
-                             With --agents, also real agents (npm, PyPI) for the tests that drive them
+                             With --agents, also real agents (npm, PyPI) for the tests that drive them;
+                             with --browser, a headless Chromium for the test that opens the evaluation's page
   demo [--seed N] [--crash-at TURN|random] [--json FILE]
                              setup, then the main job to watch: an agent's sandbox and Crab are killed at
                              six moments, and each time the work ends as if nothing had happened

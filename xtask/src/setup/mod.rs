@@ -7,6 +7,7 @@
 mod agents;
 pub(crate) mod apt;
 mod base;
+mod browser;
 mod criu;
 mod host;
 mod packages;
@@ -103,6 +104,9 @@ const STEPS: &[Step] = &[
 /// Only with `--agents`.
 const AGENTS: &[Step] = &[(agents::look, agents::make)];
 
+/// Only with `--browser`.
+const BROWSER: &[Step] = &[(browser::look, browser::make)];
+
 /// The command line of `cargo xtask setup`.
 pub(crate) fn main(arguments: &[String]) -> Result<ExitCode, String> {
     let (mut check_only, mut steps) = (false, STEPS.to_vec());
@@ -110,8 +114,10 @@ pub(crate) fn main(arguments: &[String]) -> Result<ExitCode, String> {
         match argument.as_str() {
             "--check" => check_only = true,
             "--agents" => steps.extend(AGENTS),
+            "--browser" => steps.extend(BROWSER),
             other => {
-                return Err(format!("setup knows no `{other}`. Usage: cargo xtask setup [--check] [--agents]"));
+                let usage = "cargo xtask setup [--check] [--agents] [--browser]";
+                return Err(format!("setup knows no `{other}`. Usage: {usage}"));
             }
         }
     }

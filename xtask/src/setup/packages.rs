@@ -42,21 +42,25 @@ pub(super) fn look(_: &Home) -> Result<Found, String> {
 }
 
 pub(super) fn make(_: &Home, report: &Report) -> Result<(), String> {
-    let absent = absent();
+    install(&absent(), report)
+}
+
+/// Installs Debian packages that are not there.
+pub(super) fn install(packages: &[&str], report: &Report) -> Result<(), String> {
     if command::find("apt-get").is_none() {
         return Err(format!(
             "this is no Debian-like system (no apt-get): install the tools of {} by hand, then run setup again",
-            absent.join(", ")
+            packages.join(", ")
         ));
     }
-    let advice = |message: String| format!("{message}\nInstall {} by hand, then run setup again", absent.join(", "));
+    let advice = |message: String| format!("{message}\nInstall {} by hand, then run setup again", packages.join(", "));
     report.note("reading the package lists (apt-get update)");
     command::run(command::system("apt-get").args(["update", "-q"])).map_err(advice)?;
     // --no-upgrade and --no-remove: what the host has stays as it is.
     command::run(
         command::system("apt-get")
             .args(["install", "-q", "-y", "--no-install-recommends", "--no-upgrade", "--no-remove"])
-            .args(&absent),
+            .args(packages),
     )
     .map_err(advice)
 }
