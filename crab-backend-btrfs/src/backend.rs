@@ -193,7 +193,10 @@ impl CheckpointBackend for BtrfsBackend {
         let ImportRequest { sandbox, artifact, base, stream } = request;
         let (sender, receiver) = mpsc::channel(4);
         let (versions, sandbox, base) = (Arc::clone(&self.versions), sandbox.clone(), base.cloned());
-        let work = blocking::start(move || import::run(&versions, &sandbox, artifact, base.as_ref(), receiver))?;
+        let waiting = Arc::new(());
+        let wanted = Arc::downgrade(&waiting);
+        let work =
+            blocking::start(move || import::run(&versions, &sandbox, artifact, base.as_ref(), receiver, wanted))?;
         let fed = async {
             while let Some(piece) = stream.next().await? {
                 if sender.send(Part::Piece(piece)).await.is_err() {
@@ -207,6 +210,7 @@ impl CheckpointBackend for BtrfsBackend {
         .await;
         drop(sender);
         let imported = work.await;
+        drop(waiting);
         fed.and(imported)
     }
 }

@@ -1,9 +1,8 @@
 //! An artifact as a stream of bytes: what btrfs sends, then how long that was and its checksum.
 //!
 //! The stream of btrfs guards each command by a checksum; what follows it tells a whole stream from one that lacks
-//! commands.
+//! commands. What the stream makes comes [first](crate::send::makes_first).
 
-use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
@@ -14,6 +13,7 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::crc32c;
 use crate::ioctl::SendOptions;
+use crate::send::makes_first::{Makes, MakesFirst};
 use crate::send::{self, Sending};
 
 /// How much goes from the reading thread to the caller at once.
@@ -63,10 +63,12 @@ pub(crate) fn start(export: Export) -> Result<Box<dyn ByteStream>> {
     // Compressed data is sent as what comes out of it. The kernel would send it as it is stored, but does not take every
     // such piece back: not one that begins within a sector, or ends within one before the file's end.
     let options = SendOptions { parent: export.base, without_data: false, version };
+    let again = export.root.try_clone().map_err(|error| Error::io("open a subvolume once more", error))?;
+    let outline = Sending::start(again, SendOptions { without_data: true, ..options })?;
     let sending = Sending::start(export.root, options)?;
     let (sender, receiver) = channel(PIECES);
     blocking::later(move || {
-        if let Err(error) = pump(sending, &export.path, &sender) {
+        if let Err(error) = pump(outline, sending, &export.path, &sender) {
             // Where nobody wants it any more, nobody wants the reason.
             let _ = sender.blocking_send(Err(error));
         }
@@ -75,21 +77,32 @@ pub(crate) fn start(export: Export) -> Result<Box<dyn ByteStream>> {
 }
 
 /// Gives all pieces to the channel, as long as somebody wants them.
-fn pump(mut sending: Sending, path: &std::path::Path, sender: &Sender<Result<Vec<u8>>>) -> Result<()> {
+fn pump(
+    mut outline: Sending,
+    mut sending: Sending,
+    path: &std::path::Path,
+    sender: &Sender<Result<Vec<u8>>>,
+) -> Result<()> {
+    // The kernel's own reason is better than that the stream ends early.
+    let makes = match (Makes::of(&mut outline), outline.finish(path)) {
+        (_, Err(error)) => return Err(error),
+        (makes, Ok(())) => makes?,
+    };
     let mut trailer = Trailer::empty();
-    loop {
-        let mut piece = Vec::with_capacity(PIECE);
-        let read = sending.by_ref().take(PIECE as u64).read_to_end(&mut piece);
-        read.map_err(|error| Error::io("read what the kernel sends of a subvolume", error))?;
-        if piece.is_empty() {
-            break;
+    let give = || {
+        let mut stream = MakesFirst::begin(&mut sending, makes)?;
+        loop {
+            let piece = stream.piece(PIECE)?;
+            trailer.add(&piece);
+            if piece.is_empty() || sender.blocking_send(Ok(piece)).is_err() {
+                return Ok(());
+            }
         }
-        trailer.add(&piece);
-        if sender.blocking_send(Ok(piece)).is_err() {
-            return Ok(());
-        }
+    };
+    match (give(), sending.finish(path)) {
+        (_, Err(error)) | (Err(error), _) => return Err(error),
+        _ => {}
     }
-    sending.finish(path)?;
     // An empty piece tells the end from a thread that broke off.
     for last in [trailer.to_bytes(), Vec::new()] {
         let _ = sender.blocking_send(Ok(last));

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! 1  an empty subvolume, or a clone of the base         .import-ARTIFACT
-//! 2  every command of the stream is done in it
+//! 2  every command of the stream is done in it; what is made gets the inode number that it had
 //! 3  the end of the stream is checked
 //! 4  a read-only snapshot of it, under the name of a capture
 //! 5  that is persisted as a capture is, and the subvolume is removed
@@ -15,7 +15,7 @@ mod tests;
 
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crab_backend_files::Snapshot;
 use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, SandboxId};
@@ -63,13 +63,14 @@ impl Read for Incoming {
     }
 }
 
-/// Makes the artifact. Blocks until the stream has ended and all is durable.
+/// Makes the artifact. Blocks until the stream has ended and all is durable, or `wanted` is gone.
 pub(crate) fn run(
     versions: &Arc<Versions>,
     sandbox: &SandboxId,
     artifact: ArtifactId,
     base: Option<&Artifact>,
     parts: Receiver<Part>,
+    wanted: Weak<()>,
 ) -> Result<Artifact> {
     versions.require_free(sandbox, &artifact)?;
     let incoming = Incoming { parts, piece: Vec::new(), at: 0, ended: false, sum: Trailer::empty() };
@@ -86,7 +87,7 @@ pub(crate) fn run(
     let path = versions.directory(sandbox).join(import_name(&artifact));
     let root = subvolume::open(&path)?;
     let receive = || {
-        let mut receiving = Receiving::new(&root, &path, uuid, base.as_ref().map(|(uuid, root)| (*uuid, root)));
+        let mut receiving = Receiving::new(&root, &path, uuid, base.as_ref().map(|(uuid, root)| (*uuid, root)), wanted);
         loop {
             match commands.next()? {
                 Command::End => break,

@@ -8,8 +8,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Weak;
 
-use crab_core::{Error, Result};
+use crab_core::{Error, ErrorKind, Result};
 use rustix::fs::{
     AtFlags, FallocateFlags, FileType, Gid, Mode, OFlags, RawMode, Timespec, Timestamps, Uid, XattrFlags,
 };
@@ -31,11 +32,19 @@ pub(crate) struct Receiving<'a> {
     directory: Option<(Vec<u8>, OwnedFd)>,
     /// The file that was written last.
     file: Option<(Vec<u8>, File)>,
+    /// Gone when nobody waits for the import any more.
+    wanted: Weak<()>,
 }
 
 impl<'a> Receiving<'a> {
-    pub(crate) fn new(root: &'a OwnedFd, path: &'a Path, uuid: Uuid, base: Option<(Uuid, &'a OwnedFd)>) -> Self {
-        Self { root, path, uuid, base, directory: None, file: None }
+    pub(crate) fn new(
+        root: &'a OwnedFd,
+        path: &'a Path,
+        uuid: Uuid,
+        base: Option<(Uuid, &'a OwnedFd)>,
+        wanted: Weak<()>,
+    ) -> Self {
+        Self { root, path, uuid, base, directory: None, file: None, wanted }
     }
 
     /// Does one command.
@@ -46,7 +55,15 @@ impl<'a> Receiving<'a> {
             move |errno| failure::at(what, &path)(errno)
         };
         match *command {
-            Command::Make { path, what, .. } => self.make(path, what).map_err(failed("make", path)),
+            Command::Make { path, inode, what } => match self.make_numbered(path, inode, what) {
+                Ok(true) => Ok(()),
+                Ok(false) => Err(Error::new(
+                    ErrorKind::InvalidInput,
+                    "what the stream makes cannot have the inode numbers that it had: the base has given them to others",
+                )
+                .fix("export the whole version, or since one that it comes from")),
+                Err(errno) => Err(failed("make", path)(errno)),
+            },
             Command::Rename { path, to } => {
                 // Whatever is open below the old name is another thing under it from now on.
                 let done =
@@ -164,8 +181,35 @@ impl<'a> Receiving<'a> {
         self.at(to, |directory, to| call(from.as_fd(), name, directory, OsStr::from_bytes(to)))
     }
 
-    fn make(&mut self, path: &[u8], what: Make<'_>) -> Result<(), Errno> {
+    /// Makes something that has this inode number, which processes may remember; 0 is any. False where the number was
+    /// given away already.
+    fn make_numbered(&mut self, path: &[u8], inode: u64, what: Make<'_>) -> Result<bool, Errno> {
+        let mut made = self.make(path, what)?;
+        if (1..inode).contains(&made) {
+            let directory = matches!(what, Make::Directory);
+            self.unlink(path, if directory { AtFlags::REMOVEDIR } else { AtFlags::empty() })?;
+            while made < inode - 1 {
+                made = self.use_up_a_number()?;
+            }
+            made = self.make(path, what)?;
+        }
+        Ok(inode == 0 || made == inode)
+    }
+
+    /// Numbers are given out one after another. A file without a name takes one.
+    fn use_up_a_number(&self) -> Result<u64, Errno> {
+        if self.wanted.strong_count() == 0 {
+            return Err(Errno::CANCELED);
+        }
+        let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(self.root, c".", flags, Mode::RUSR | Mode::WUSR)?;
+        Ok(rustix::fs::fstat(file)?.st_ino)
+    }
+
+    /// Makes something and gives its inode number.
+    fn make(&mut self, path: &[u8], what: Make<'_>) -> Result<u64, Errno> {
         let private = Mode::RUSR | Mode::WUSR;
+        let mut inode = 0;
         self.at(path, |directory, name| {
             let name = OsStr::from_bytes(name);
             let node = |kind, device| rustix::fs::mknodat(directory, name, kind, private, device);
@@ -176,8 +220,11 @@ impl<'a> Receiving<'a> {
                 Make::Socket => node(FileType::Socket, 0),
                 Make::Node { mode, device } => node(FileType::from_raw_mode(mode as RawMode), device),
                 Make::Link { target } => rustix::fs::symlinkat(OsStr::from_bytes(target), directory, name),
-            }
-        })
+            }?;
+            inode = rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?.st_ino;
+            Ok(())
+        })?;
+        Ok(inode)
     }
 
     fn unlink(&mut self, path: &[u8], flags: AtFlags) -> Result<(), Errno> {

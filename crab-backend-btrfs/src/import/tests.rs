@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::Read;
+use std::os::unix::fs::DirEntryExt;
 use std::path::Path;
 
 use async_trait::async_trait;
@@ -15,6 +15,7 @@ use crate::BtrfsBackend;
 use crate::export::Trailer;
 use crate::ioctl::SendOptions;
 use crate::send::Sending;
+use crate::send::makes_first::{Makes, MakesFirst};
 use crate::subvolume;
 use crate::support::{Disk, Pool, artifact_id, checkpoint, names, run};
 use crab_core::conformance::churn::Churn;
@@ -53,10 +54,16 @@ fn export_in(backend: &BtrfsBackend, version: u32, base: Option<&Artifact>, arti
     let parent = base.map_or(0, |base| subvolume::info(&path(base)).unwrap().id);
     let options = SendOptions { parent, without_data: false, version };
     let path = path(artifact);
-    let mut sending = Sending::start(subvolume::open(&path).unwrap(), options).unwrap();
+    let send = |options| Sending::start(subvolume::open(&path).unwrap(), options).unwrap();
+    let makes = Makes::of(send(SendOptions { without_data: true, ..options })).unwrap();
+    let mut stream = MakesFirst::begin(send(options), makes).unwrap();
     let mut bytes = Vec::new();
-    sending.read_to_end(&mut bytes).unwrap();
-    sending.finish(&path).unwrap();
+    loop {
+        match stream.piece(100_000).unwrap() {
+            piece if piece.is_empty() => break,
+            piece => bytes.extend(piece),
+        }
+    }
     let mut trailer = Trailer::empty();
     trailer.add(&bytes);
     bytes.extend(trailer.to_bytes());
@@ -68,6 +75,21 @@ fn check(backend: &BtrfsBackend, original: &Artifact, copy: &Artifact) {
     let differ = trees::differences(&backend.tree(original).unwrap(), &backend.tree(copy).unwrap());
     let shown: BTreeMap<_, _> = differ.iter().map(|(p, k)| (String::from_utf8_lossy(p).into_owned(), k)).collect();
     assert!(shown.is_empty(), "{shown:?}");
+    assert_eq!(inodes(&backend.tree(original).unwrap()), inodes(&backend.tree(copy).unwrap()));
+}
+
+/// The inode number of everything in a tree.
+fn inodes(root: &Path) -> BTreeMap<std::path::PathBuf, u64> {
+    let (mut open, mut found) = (vec![root.to_owned()], BTreeMap::new());
+    while let Some(directory) = open.pop() {
+        for entry in fs::read_dir(directory).unwrap().map(|entry| entry.unwrap()) {
+            found.insert(entry.path().strip_prefix(root).unwrap().to_owned(), entry.ino());
+            if entry.file_type().unwrap().is_dir() {
+                open.push(entry.path());
+            }
+        }
+    }
+    found
 }
 
 fn runtime() -> tokio::runtime::Runtime {
@@ -134,6 +156,59 @@ fn trees_that_are_stored_compressed_are_carried_over() {
 #[test]
 fn trees_without_copies_on_write_are_carried_over() {
     carried_over(IFlags::NOCOW, 6);
+}
+
+#[test]
+fn numbers_of_inodes_are_kept_whatever_was_moved_or_removed() {
+    let Some(pool) = Pool::new() else { return };
+    let (runtime, backend) = (runtime(), pool.backend());
+    runtime.block_on(async {
+        let sandbox = pool.sandbox("box");
+        let root = &sandbox.root;
+        let make = |name: &str| fs::write(root.join(name), name).unwrap();
+        make("old");
+        (0..500).for_each(|n| make(&format!("gone-{n}")));
+        std::os::unix::fs::symlink("old", root.join("link")).unwrap();
+        fs::create_dir_all(root.join("young/deep")).unwrap();
+        (0..500).for_each(|n| fs::remove_file(root.join(format!("gone-{n}"))).unwrap());
+        // The kernel sends these directories before it sends the file.
+        fs::rename(root.join("old"), root.join("young/deep/old")).unwrap();
+        let one = checkpoint(&backend, &sandbox, "one").await.unwrap();
+        fs::rename(root.join("young/deep/old"), root.join("back")).unwrap();
+        fs::remove_dir_all(root.join("young")).unwrap();
+        fs::create_dir_all(root.join("later/deep")).unwrap();
+        fs::rename(root.join("back"), root.join("later/deep/old")).unwrap();
+        make("last");
+        let two = checkpoint(&backend, &sandbox, "two").await.unwrap();
+
+        let full = export(&backend, ExportRequest::full(&one)).await;
+        let since = export(&backend, ExportRequest::since(&one, &two)).await;
+        let first = import(&backend, "one", None, &full).await.unwrap();
+        check(&backend, &one, &first);
+        let second = import(&backend, "two", Some(&first), &since).await.unwrap();
+        check(&backend, &two, &second);
+    });
+}
+
+#[test]
+fn a_base_that_gave_the_numbers_to_others_is_refused() {
+    let Some(pool) = Pool::new() else { return };
+    let (runtime, backend) = (runtime(), pool.backend());
+    runtime.block_on(async {
+        let sandbox = pool.sandbox("box");
+        fs::write(sandbox.root.join("first"), "x").unwrap();
+        let begin = checkpoint(&backend, &sandbox, "begin").await.unwrap();
+        let other = pool.sandbox("other");
+        fs::write(other.root.join("anything"), "y").unwrap();
+        let aside = checkpoint(&backend, &other, "aside").await.unwrap();
+        let since = export(&backend, ExportRequest::since(&aside, &begin)).await;
+        let error = import(&backend, "begin", Some(&aside), &since).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
+        assert!(error.to_string().contains("inode numbers"), "{error}");
+        assert!(!pool.versions().join("imported").exists());
+        let full = export(&backend, ExportRequest::full(&begin)).await;
+        check(&backend, &begin, &import(&backend, "begin", None, &full).await.unwrap());
+    });
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Sending a subvolume: the kernel writes into a pipe, on a thread of its own.
 
+pub(crate) mod makes_first;
 pub(crate) mod stream;
 
 use std::fs;

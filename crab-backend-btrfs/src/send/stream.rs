@@ -131,10 +131,18 @@ pub(crate) enum Command<'a> {
 
 /// Reads commands one by one.
 pub(crate) struct Commands<R> {
-    input: R,
-    version: u32,
+    raw: Raw<R>,
     buffer: Vec<u8>,
 }
+
+/// Reads commands one by one as the bytes that they are.
+pub(crate) struct Raw<R> {
+    input: R,
+    version: u32,
+}
+
+/// Length, number and checksum of a command.
+const HEAD: usize = 10;
 
 pub(crate) fn damaged(what: &str) -> Error {
     Error::new(ErrorKind::Corrupt, format!("the stream of a subvolume {what}"))
@@ -147,45 +155,85 @@ fn fill(input: &mut impl Read, buffer: &mut [u8]) -> Result<()> {
     })
 }
 
-impl<R: Read> Commands<R> {
-    /// Reads the beginning of a stream.
-    pub(crate) fn begin(mut input: R) -> Result<Self> {
+impl<R: Read> Raw<R> {
+    /// Reads the beginning of a stream, and appends it to `bytes`.
+    pub(crate) fn begin(mut input: R, bytes: &mut Vec<u8>) -> Result<Self> {
         let (mut magic, mut version) = ([0; MAGIC.len()], [0; 4]);
         fill(&mut input, &mut magic)?;
         if magic != *MAGIC {
             return Err(damaged("does not begin as one"));
         }
         fill(&mut input, &mut version)?;
+        bytes.extend(magic);
+        bytes.extend(version);
         let version = u32::from_le_bytes(version);
         if !(1..=NEWEST).contains(&version) {
             return Err(damaged(&format!("has the version {version}, and {NEWEST} is the newest that is understood")));
         }
-        Ok(Self { input, version, buffer: Vec::new() })
+        Ok(Self { input, version })
     }
 
-    /// The next command; the last one is [`Command::End`].
-    pub(crate) fn next(&mut self) -> Result<Command<'_>> {
-        let mut head = [0; 10];
+    /// Appends the next command to `bytes`, as it comes and unchecked.
+    pub(crate) fn next(&mut self, bytes: &mut Vec<u8>) -> Result<Step> {
+        let mut head = [0; HEAD];
         fill(&mut self.input, &mut head)?;
-        let [a, b, c, d, number @ .., e, f, g, h] = head;
+        let [a, b, c, d, number @ .., _, _, _, _] = head;
         let length = u32::from_le_bytes([a, b, c, d]) as usize;
         if length > LONGEST {
             return Err(damaged("holds a command that is too long"));
         }
-        self.buffer.resize(length, 0);
-        fill(&mut self.input, &mut self.buffer)?;
+        bytes.extend(head);
+        let begin = bytes.len();
+        bytes.resize(begin + length, 0);
+        let body = bytes.get_mut(begin..).unwrap_or_default();
+        fill(&mut self.input, body)?;
+        match u16::from_le_bytes(number) {
+            number @ MAKE_FIRST..=MAKE_LAST => match Attributes::read(body, self.version)?.command(number)? {
+                Command::Make { inode, .. } => Ok(Step::Make { inode }),
+                _ => Ok(Step::Other),
+            },
+            END => Ok(Step::End),
+            _ => Ok(Step::Other),
+        }
+    }
+}
+
+/// What a command is, for who passes it on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Make { inode: u64 },
+    End,
+    Other,
+}
+
+const MAKE_FIRST: u16 = 3;
+const MAKE_LAST: u16 = 8;
+const END: u16 = 21;
+
+impl<R: Read> Commands<R> {
+    /// Reads the beginning of a stream.
+    pub(crate) fn begin(input: R) -> Result<Self> {
+        Ok(Self { raw: Raw::begin(input, &mut Vec::new())?, buffer: Vec::new() })
+    }
+
+    /// The next command; the last one is [`Command::End`].
+    pub(crate) fn next(&mut self) -> Result<Command<'_>> {
+        self.buffer.clear();
+        self.raw.next(&mut self.buffer)?;
+        // It read at least that.
+        let (head, body) = self.buffer.split_first_chunk::<HEAD>().ok_or_else(|| damaged("ends early"))?;
+        let [.., a, b, e, f, g, h] = *head;
         // The checksum counts as zero in itself.
-        let crc = crc32c::update(crc32c::update(0, &[&head[..6], &[0; 4]].concat()), &self.buffer);
+        let crc = crc32c::update(crc32c::update(0, &[&head[..6], &[0; 4]].concat()), body);
         if crc != u32::from_le_bytes([e, f, g, h]) {
             return Err(damaged("holds a command with a wrong checksum"));
         }
-        let attributes = Attributes::read(&self.buffer, self.version)?;
-        attributes.command(u16::from_le_bytes(number))
+        Attributes::read(body, self.raw.version)?.command(u16::from_le_bytes([a, b]))
     }
 
     /// What the commands were read from.
     pub(crate) fn into_input(self) -> R {
-        self.input
+        self.raw.input
     }
 }
 
@@ -320,7 +368,7 @@ impl<'a> Attributes<'a> {
                 accessed: self.time(at::ACCESSED)?,
                 modified: self.time(at::MODIFIED)?,
             }),
-            21 => Ok(Command::End),
+            END => Ok(Command::End),
             22 => {
                 Ok(Command::Extent { path: path()?, offset: self.number(at::OFFSET)?, length: self.number(at::SIZE)? })
             }
