@@ -292,7 +292,8 @@ pub trait CheckpointBackend: Send + Sync {
     }
 
     /// Makes an artifact of what [`export`](Self::export) gave, here or on another host. It is durable when this
-    /// returns, and is listed only then. Dropping the future gives the import up.
+    /// returns, and is listed only then. Dropping the future gives the import up. Files keep their inode numbers, by
+    /// which processes that are restored beside them know them.
     ///
     /// # Errors
     /// Nothing is left that [`list`](Self::list) names; with [`Capabilities::resumes`] what came through stays until it

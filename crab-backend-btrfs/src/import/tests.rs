@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::DirEntryExt;
 use std::path::Path;
 
 use async_trait::async_trait;
@@ -75,21 +74,8 @@ fn check(backend: &BtrfsBackend, original: &Artifact, copy: &Artifact) {
     let differ = trees::differences(&backend.tree(original).unwrap(), &backend.tree(copy).unwrap());
     let shown: BTreeMap<_, _> = differ.iter().map(|(p, k)| (String::from_utf8_lossy(p).into_owned(), k)).collect();
     assert!(shown.is_empty(), "{shown:?}");
-    assert_eq!(inodes(&backend.tree(original).unwrap()), inodes(&backend.tree(copy).unwrap()));
-}
-
-/// The inode number of everything in a tree.
-fn inodes(root: &Path) -> BTreeMap<std::path::PathBuf, u64> {
-    let (mut open, mut found) = (vec![root.to_owned()], BTreeMap::new());
-    while let Some(directory) = open.pop() {
-        for entry in fs::read_dir(directory).unwrap().map(|entry| entry.unwrap()) {
-            found.insert(entry.path().strip_prefix(root).unwrap().to_owned(), entry.ino());
-            if entry.file_type().unwrap().is_dir() {
-                open.push(entry.path());
-            }
-        }
-    }
-    found
+    let inodes = |artifact| trees::inodes(&backend.tree(artifact).unwrap());
+    assert_eq!(inodes(original), inodes(copy));
 }
 
 fn runtime() -> tokio::runtime::Runtime {

@@ -7,8 +7,8 @@ use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
+use std::os::unix::fs::{DirEntryExt, FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
 
 use crate::FileChangeKind;
 
@@ -73,6 +73,21 @@ pub fn files(tree: &Path) -> BTreeMap<String, Vec<u8>> {
     }
     let mut found = BTreeMap::new();
     walk(tree, tree, &mut found);
+    found
+}
+
+/// The inode number of everything in a tree, by path.
+#[must_use]
+pub fn inodes(tree: &Path) -> BTreeMap<PathBuf, u64> {
+    let (mut open, mut found) = (vec![tree.to_owned()], BTreeMap::new());
+    while let Some(directory) = open.pop() {
+        for entry in fs::read_dir(directory).unwrap().map(|entry| entry.unwrap()) {
+            found.insert(entry.path().strip_prefix(tree).unwrap().to_owned(), entry.ino());
+            if entry.file_type().unwrap().is_dir() {
+                open.push(entry.path());
+            }
+        }
+    }
     found
 }
 
