@@ -2,10 +2,10 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crab_backend_criu::CriuBackend;
-use crab_core::{Artifact, CheckpointBackend, Condition, ErrorKind};
+use crab_core::{Artifact, CheckpointBackend, Condition, ErrorKind, RestoreTarget};
 use crab_examples::sandbox::criu_binary;
 
 use crate::support::{World, get, set, world};
@@ -59,6 +59,93 @@ async fn a_link_among_the_images_is_refused() {
     fs::rename(&aside, &path).unwrap();
     fs::write(place(&world, &artifact).join("inventory.img.new"), "x").unwrap();
     assert_eq!(world.backend.verify(&artifact).await.unwrap_err().kind(), ErrorKind::Corrupt);
+}
+
+/// Whatever somebody does to an artifact's directory, CRIU is not even started.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hostile_image_directory_never_reaches_criu() {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    let Some(world) = world().await else { return };
+    let sandbox = world.with_server();
+    set(&sandbox, 5);
+    let artifact = world.checkpoint(&sandbox).await;
+    sandbox.kill().unwrap();
+    // The same store, with a CRIU that notes when it is started.
+    let started = world.captures.join("started");
+    let noting = world.captures.join("criu");
+    let script = format!("#!/bin/sh\necho >> '{}'\nexec '{}' \"$@\"\n", started.display(), criu_binary().display());
+    fs::write(&noting, script).unwrap();
+    fs::set_permissions(&noting, fs::Permissions::from_mode(0o700)).unwrap();
+    let builder = CriuBackend::builder().images(&world.images).capture_dir(&world.captures).binary(&noting);
+    let backend = builder.open().await.unwrap();
+    assert!(started.exists(), "its version was asked for");
+
+    let (place, pack) = (place(&world, &artifact), pack(&world, &artifact));
+    let (parent, manifest) = (place.parent().unwrap().to_owned(), place.join("manifest.json"));
+    let fifo = |path: &Path| mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let rewrite =
+        |path: &Path, change: &dyn Fn(Vec<u8>) -> Vec<u8>| fs::write(path, change(fs::read(path).unwrap())).unwrap();
+    let replace = |from: &str, to: &str| {
+        let (from, to) = (from.to_owned(), to.to_owned());
+        move |text: Vec<u8>| String::from_utf8(text).unwrap().replacen(&from, &to, 1).into_bytes()
+    };
+    let name = pack.file_name().unwrap().to_str().unwrap();
+    let hostile: [(&str, &dyn Fn()); 11] = [
+        ("a pack that is a fifo", &|| (fs::remove_file(&pack).unwrap(), fifo(&pack)).1),
+        ("a manifest that is a fifo", &|| (fs::remove_file(&manifest).unwrap(), fifo(&manifest)).1),
+        ("one more file, a fifo", &|| fifo(&place.join("pages-1.img"))),
+        ("a pack that is a directory", &|| (fs::remove_file(&pack).unwrap(), fs::create_dir(&pack).unwrap()).1),
+        ("a pack that is a link", &|| {
+            fs::rename(&pack, parent.join("aside")).unwrap();
+            std::os::unix::fs::symlink("../aside", &pack).unwrap();
+        }),
+        ("a directory that is a link", &|| {
+            fs::rename(&place, parent.join("aside")).unwrap();
+            std::os::unix::fs::symlink("aside", &place).unwrap();
+        }),
+        ("a pack that is too long", &|| rewrite(&pack, &|mut bytes| (bytes.push(0), bytes).1)),
+        ("a pack that is cut short", &|| rewrite(&pack, &|bytes| bytes[..bytes.len() - 4096].to_vec())),
+        ("an empty pack", &|| fs::write(&pack, "").unwrap()),
+        ("a name that leads elsewhere", &|| {
+            fs::rename(&pack, parent.join(name)).unwrap();
+            rewrite(&manifest, &replace(name, &format!("../{name}")));
+        }),
+        ("another size of the whole", &|| rewrite(&manifest, &replace("\"size\":", "\"size\":9"))),
+    ];
+    // Kept by links and copies, since each case begins with the whole one.
+    let (kept, before) = (world.images.join(".kept"), fs::read(&started).unwrap());
+    copy(&place, &kept);
+    for (what, act) in hostile {
+        act();
+        let target = RestoreTarget {
+            sandbox: sandbox.describe(),
+            operation: "hostile".parse().unwrap(),
+            keep_replaced: None,
+            inherited: sandbox.inherit(&artifact.external).unwrap(),
+            deadline: None,
+        };
+        let error = backend.restore(&artifact, target).await.expect_err(what);
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{what}: {error}");
+        assert_eq!(error.sandbox_condition(), Some(Condition::Stopped), "{what}: {error}");
+        assert_eq!(backend.verify(&artifact).await.unwrap_err().kind(), ErrorKind::Corrupt, "{what}");
+        assert_eq!(fs::read(&started).unwrap(), before, "{what}: CRIU was started");
+        fs::remove_file(&place).or_else(|_| fs::remove_dir_all(&place)).unwrap();
+        for left in fs::read_dir(&parent).unwrap().map(|entry| entry.unwrap().path()) {
+            fs::remove_file(&left).or_else(|_| fs::remove_dir_all(&left)).unwrap();
+        }
+        copy(&kept, &place);
+    }
+    fs::remove_dir_all(&kept).unwrap();
+    world.restore(&sandbox, &artifact).await.unwrap();
+    assert_eq!(get(&sandbox), Some(5));
+}
+
+fn copy(from: &Path, to: &Path) {
+    use std::os::unix::fs::DirBuilderExt;
+    fs::DirBuilder::new().mode(0o700).create(to).unwrap();
+    for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
+        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
