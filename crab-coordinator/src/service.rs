@@ -1,5 +1,6 @@
 //! One request: what it is, and who answers it.
 
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -231,7 +232,8 @@ impl Shared {
                 let mut ticket = self.admit(&asked(digest)).await;
                 let request = Request::from_parts(parts, body.boxed_unsync());
                 let upstream = Arc::clone(&self.upstream);
-                self.work(&mut ticket, &provider, bounds, async move { upstream.send(request).await });
+                let answer = Box::pin(async move { upstream.send(request).await });
+                self.work(&mut ticket, &provider, bounds, answer);
                 ticket
             }
             Intake::Long(body, promise) => {
@@ -268,7 +270,7 @@ impl Shared {
         if ticket.work == Work::Ask {
             let _ = promise.proceed.send(());
         }
-        self.work(&mut ticket, provider, bounds, async move {
+        let answer = Box::pin(async move {
             let response = match early {
                 Some(response) => response,
                 None => (&mut sending.0).await,
@@ -280,6 +282,7 @@ impl Shared {
                 ))
             })
         });
+        self.work(&mut ticket, provider, bounds, answer);
         ticket
     }
 
@@ -293,10 +296,7 @@ impl Shared {
     }
 
     /// Gets the answer going, where nobody else does, and attends to the gate of a new turn.
-    fn work<F>(&self, ticket: &mut Ticket, provider: &Arc<dyn Provider>, bounds: Bounds, response: F)
-    where
-        F: Future<Output = Result<Response<DownBody>, Failure>> + Send + 'static,
-    {
+    fn work(&self, ticket: &mut Ticket, provider: &Arc<dyn Provider>, bounds: Bounds, response: Answer) {
         let driver = Driver {
             turns: Arc::clone(&self.turns),
             asked: Arc::clone(&ticket.asked),
@@ -321,14 +321,19 @@ impl Shared {
         match ticket.work.clone() {
             Work::Nothing => {}
             Work::Ask => self.turns.spawn(Box::pin(async move {
-                tokio::join!(biased; driver.ask(response), attend);
+                let ask = pin!(driver.ask(response));
+                tokio::join!(biased; ask, attend);
             })),
             Work::Replay { from, link } => self.turns.spawn(Box::pin(async move {
-                tokio::join!(biased; driver.replay(from, link), attend);
+                let replay = pin!(driver.replay(from, link));
+                tokio::join!(biased; replay, attend);
             })),
         }
     }
 }
+
+/// The model's answer, or why there is none. In a box: what holds a future by value holds it several times over.
+type Answer = Pin<Box<dyn Future<Output = Result<Response<DownBody>, Failure>> + Send>>;
 
 fn refuse(provider: &dyn Provider, failure: Failure) -> Response<OutBody> {
     error_response(provider.error(&failure), &failure)

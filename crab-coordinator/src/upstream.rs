@@ -1,7 +1,7 @@
 //! The model's server.
 
 use std::error::Error as StdError;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -205,7 +205,9 @@ impl Upstream {
         upgrade: Option<HeaderValue>,
     ) -> Result<Response<DownBody>, Failure> {
         let base = Arc::clone(&self.base.read());
-        match tokio::time::timeout(self.answer_timeout, self.answer(&base, request, upgrade)).await {
+        // In place: a future that is handed on is there twice.
+        let answer = pin!(self.answer(&base, request, upgrade));
+        match tokio::time::timeout(self.answer_timeout, answer).await {
             Ok(answer) => answer,
             Err(_) => Err(Failure::new(
                 FailureKind::UpstreamTimedOut,

@@ -59,6 +59,8 @@ async fn each_request_leaves_one_line_and_no_line_holds_a_body_or_a_credential()
     let (_coordinator, boundaries, address) =
         start_with(builder(model.address).journal(dir.path()).max_body(500)).await;
     open_all(boundaries);
+    // Another test may just have been the first to log something, and have been told that nobody listens.
+    tracing::callsite::rebuild_interest_cache();
     let mut agent = Agent::connect(address).await;
     let gemini = "/v1beta/models/g:generateContent?key=sk-secret-1234";
     let body = "{\"contents\":[\"of-the-question\"]}";

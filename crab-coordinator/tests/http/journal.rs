@@ -1,10 +1,15 @@
 //! What is on disk: enough to answer again, nothing that is secret.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use crab_coordinator::{GateRecord, JournalLimits};
 use crab_core::{ErrorKind, TurnNumber};
-use std::os::unix::fs::PermissionsExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::Semaphore;
 
 use crate::support::*;
 
@@ -126,6 +131,76 @@ async fn a_part_of_an_answer_is_never_given_for_a_whole() {
             response = ask_once(address, ask("a")).await;
         }
         assert_eq!(response.text(), "{\"answer\":2}");
+    }
+}
+
+/// An answer in pieces as they are on the wire, so long that some of it is on disk before its end has come.
+fn long_answer(number: usize) -> Vec<Vec<u8>> {
+    let mut events = anthropic_events(&format!("{number}{}", "x".repeat(40_000)));
+    for _ in 0..2 {
+        events.insert(1, events[1].clone());
+    }
+    events
+}
+
+#[tokio::test]
+async fn of_an_answer_that_its_agent_left_all_is_given_again_or_nothing() {
+    for grace in [Duration::ZERO, PATIENCE] {
+        for heard in 0..=6 {
+            let (go, asked) = (Arc::new(Semaphore::new(0)), Arc::new(AtomicUsize::new(0)));
+            let model = Model::start({
+                let go = go.clone();
+                move |_, stream| {
+                    let (go, number) = (go.clone(), asked.fetch_add(1, Ordering::Relaxed) + 1);
+                    Box::pin(async move {
+                        let mut stream = stream.lock().await;
+                        let pieces = long_answer(number).iter().map(|event| chunk(event)).collect::<Vec<_>>();
+                        let head = [SSE_HEAD.as_bytes().to_vec()];
+                        for piece in head.into_iter().chain(pieces).chain([LAST_CHUNK.to_vec()]) {
+                            go.acquire().await.unwrap().forget();
+                            if stream.write_all(&piece).await.is_err() {
+                                return false;
+                            }
+                        }
+                        true
+                    })
+                }
+            })
+            .await;
+            let dir = tempfile::tempdir().unwrap();
+            let (coordinator, boundaries, address) =
+                start_with(builder(model.address).journal(dir.path()).abandoned_grace(grace)).await;
+            open_all(boundaries);
+
+            let mut agent = Agent::connect(address).await;
+            agent.send(ask("x")).await;
+            // The head, and so many pieces.
+            go.add_permits(if heard == 0 { 0 } else { heard + 1 });
+            until(|| model.asked() == 1).await;
+            let events = |text: &[u8]| text.windows(2).filter(|end| end == b"\n\n").count();
+            let mut got = Vec::new();
+            within(async {
+                while events(&got) < heard.min(5) || heard == 6 && !got.ends_with(LAST_CHUNK) {
+                    assert!(agent.stream.read_buf(&mut got).await.unwrap() > 0);
+                }
+            })
+            .await;
+            drop(agent);
+            go.add_permits(100);
+
+            let again = ask_once(address, ask("x")).await.body;
+            let number = (1..=2).find(|&number| again == long_answer(number).concat());
+            let number = number.unwrap_or_else(|| panic!("{grace:?} {heard}: not one whole answer"));
+            assert!(number == 1 || grace.is_zero() && heard < 6, "{grace:?} {heard}");
+            assert_eq!(model.asked(), number);
+            // Whoever asked first is gone, and so is what was written for him.
+            until(|| answers(dir.path()) == 1).await;
+            coordinator.shutdown(PATIENCE).await;
+            let (_coordinator, boundaries, address) = restarted(&model, dir.path()).await;
+            open_all(boundaries);
+            assert_eq!(ask_once(address, ask("x")).await.body, again);
+            assert_eq!(model.asked(), number);
+        }
     }
 }
 
