@@ -83,6 +83,13 @@ struct Matrix {
     bench: Bench<Inspector>,
     tool: PathBuf,
     pristine: PathBuf,
+    /// Whether the kernel tells of changes to this file system.
+    told: bool,
+}
+
+/// Whether this is the virtual machine.
+fn in_vm() -> bool {
+    std::env::var_os("CRAB_IN_VM").is_some()
 }
 
 fn matrix(kind: Kind) -> Option<Matrix> {
@@ -94,6 +101,8 @@ fn matrix(kind: Kind) -> Option<Matrix> {
     if kind == Kind::Subvolume && !able(&["mkfs.btrfs", "btrfs"]) || kind == Kind::Xfs && !able(&["mkfs.xfs"]) {
         return None;
     }
+    let told = format!("changes to {}", kind.file_system());
+    let told = Inspector::probe().checks.iter().any(|check| check.works && check.what == told);
     let inspector = match Inspector::load() {
         Ok(inspector) => inspector,
         Err(error) => {
@@ -120,7 +129,7 @@ fn matrix(kind: Kind) -> Option<Matrix> {
     } else {
         run("cp", &[&"-a", &bench.root, &pristine]);
     }
-    Some(Matrix { bench, tool, pristine })
+    Some(Matrix { bench, tool, pristine, told })
 }
 
 impl Matrix {
@@ -130,7 +139,7 @@ impl Matrix {
         run("sh", &[&"-c", &line, &self.bench.root, &self.pristine]);
         self.bench.version();
         // What the flush of the reset itself stirs up ends soon, and so does what the last way left behind.
-        let until = Instant::now() + Duration::from_secs(5);
+        let until = Instant::now() + Duration::from_secs(if in_vm() { 100 } else { 5 });
         while !self.at_rest() {
             assert!(Instant::now() < until, "the files are not at rest");
         }
@@ -143,12 +152,12 @@ impl Matrix {
         if !unchanged() {
             return false;
         }
-        if self.bench.kind == Kind::Tmpfs {
+        if !self.told {
             return true;
         }
         let begin = Instant::now();
         // Emulated, all takes some twenty times as long.
-        let quick = if std::env::var_os("CRAB_IN_VM").is_some() { 25 } else { 1 };
+        let quick = if in_vm() { 25 } else { 1 };
         unchanged() && begin.elapsed() < Duration::from_millis(quick)
     }
 
@@ -203,7 +212,7 @@ impl Matrix {
             matrix.bench.cgroup.command(&format!("exec {} {way}", matrix.tool.display()))
         });
         // Emulated, one round takes as long as the rest elsewhere.
-        if std::env::var_os("CRAB_IN_VM").is_some() {
+        if in_vm() {
             return;
         }
         self.all("by a child cgroup", |matrix, way| {

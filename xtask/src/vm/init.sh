@@ -41,7 +41,7 @@ ip link set lo up
 mount -t virtiofs share /mnt/share || off
 # Without udev, making a pool on a disk waits for half a minute.
 /lib/systemd/systemd-udevd --daemon 2>/dev/null
-modprobe -a zfs btrfs loop tun unix_diag tcp_diag udp_diag netlink_diag
+modprobe -a zfs btrfs ext4 loop tun unix_diag tcp_diag udp_diag netlink_diag
 cd /mnt/share
 setsid -w sh /mnt/share/run </dev/null >/dev/hvc0 2>&1
 echo $? >/mnt/share/ended
