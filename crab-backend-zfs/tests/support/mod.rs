@@ -129,6 +129,18 @@ impl Pool {
         format!("{}/boxes/{id}", self.dataset())
     }
 
+    /// The snapshots of versions, by sandbox and artifact.
+    fn snapshots(&self) -> BTreeMap<String, String> {
+        let wanted = "crab:sandbox,crab:artifact,name";
+        let text = run("zfs", ["list", "-H", "-o", wanted, "-t", "snapshot", "-r", &self.dataset()]).unwrap();
+        text.lines().filter_map(|line| line.rsplit_once('\t')).map(|(of, name)| (of.into(), name.into())).collect()
+    }
+
+    /// The snapshot that a version is.
+    pub fn snapshot_of(&self, artifact: &Artifact) -> String {
+        self.snapshots()[&name_of(artifact)].clone()
+    }
+
     /// Everything that there is in this part of the pool, by names below it, and without those of what always is.
     pub fn all(&self) -> Vec<String> {
         let text =
@@ -203,16 +215,18 @@ impl Disk for Pool {
 
     /// Each is mounted for that, since most stand on datasets that are mounted nowhere.
     fn read(&self, _backend: &dyn CheckpointBackend, artifacts: &[Artifact]) -> Vec<Option<u64>> {
-        let wanted = "crab:sandbox,crab:artifact,name";
-        let text = run("zfs", ["list", "-H", "-o", wanted, "-t", "snapshot", "-r", &self.dataset()]).unwrap();
-        let snapshots: BTreeMap<&str, &str> = text.lines().filter_map(|line| line.rsplit_once('\t')).collect();
-        let of = |artifact: &Artifact| snapshots.get(&*format!("{}\t{}", artifact.sandbox, artifact.id)).copied();
+        let snapshots = self.snapshots();
+        let of = |artifact: &Artifact| snapshots.get(&name_of(artifact));
         artifacts.iter().map(|artifact| with_mounted(of(artifact)?, trees::get)).collect()
     }
 }
 
+fn name_of(artifact: &Artifact) -> String {
+    format!("{}\t{}", artifact.sandbox, artifact.id)
+}
+
 /// Looks at a snapshot or dataset that is mounted nowhere else for that.
-fn with_mounted<T>(dataset: &str, look: impl FnOnce(&Path) -> T) -> T {
+pub fn with_mounted<T>(dataset: &str, look: impl FnOnce(&Path) -> T) -> T {
     use rustix::mount::{
         FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen,
     };
@@ -220,7 +234,8 @@ fn with_mounted<T>(dataset: &str, look: impl FnOnce(&Path) -> T) -> T {
     fsconfig_set_string(context.as_fd(), "source", dataset).unwrap();
     fsconfig_create(context.as_fd()).unwrap();
     let mount = fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty()).unwrap();
-    look(Path::new(&format!("/proc/self/fd/{}", mount.as_raw_fd())))
+    // The dot leads through the link.
+    look(Path::new(&format!("/proc/self/fd/{}/.", mount.as_raw_fd())))
 }
 
 /// Stores at the beginning of a file through a shared mapping, without a sync.

@@ -38,9 +38,10 @@ mod pipes;
 mod roots;
 mod state;
 mod sys;
+mod zfs;
 
 pub use exec::{ExecOptions, Output};
 pub use host::ExampleHost;
 pub use launch::{Config, Sandbox, sweep};
 pub use leftovers::{left_for_good, leftovers};
-pub use roots::{ScratchArea, ScratchRoot, criu_binary, delete_root, home, snapshot_root};
+pub use roots::{ScratchArea, ScratchRoot, criu_binary, delete_root, home, open_files, snapshot_root};

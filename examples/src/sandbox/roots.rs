@@ -1,12 +1,17 @@
-//! Root filesystems for sandboxes: snapshots of the base that `cargo xtask setup` makes.
+//! Root filesystems for sandboxes: snapshots of the base that `cargo xtask setup` makes. They lie on btrfs, or on ZFS
+//! where somebody made the pool there.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
-use crab_core::{Error, ErrorKind, Result};
+use crab_backend_btrfs::BtrfsBackend;
+use crab_backend_zfs::ZfsBackend;
+use crab_core::{CheckpointBackend, Error, ErrorKind, Result};
 
 use super::state::ProcessIdentity;
+use super::zfs;
 
 /// Where `cargo xtask setup` put things: `CRAB_HOME`, or `/var/lib/crab`.
 #[must_use]
@@ -23,6 +28,20 @@ pub fn criu_binary() -> PathBuf {
     home().join("criu/usr/sbin/criu")
 }
 
+/// Opens the backend that fits the pool's file system.
+///
+/// # Errors
+/// The backend's.
+pub fn open_files(versions: &Path) -> Result<Arc<dyn CheckpointBackend>> {
+    match (versions.parent(), versions.file_name()) {
+        (Some(area), Some(name)) if zfs::holds(area) => {
+            let base = format!("{}/{}", zfs::dataset_at(area)?, name.display());
+            Ok(Arc::new(ZfsBackend::open(base)?))
+        }
+        _ => Ok(Arc::new(BtrfsBackend::open(versions)?)),
+    }
+}
+
 /// Makes a writable root filesystem at `path`, which must lie in the pool and not exist yet.
 ///
 /// # Errors
@@ -37,6 +56,9 @@ pub fn snapshot_root(path: &Path) -> Result<()> {
         return Err(Error::new(ErrorKind::AlreadyExists, format!("{} exists", path.display()))
             .fix("delete that root first, or take another path"));
     }
+    if zfs::holds(&base) {
+        return crab_backend_zfs::dataset::clone(&base, path);
+    }
     btrfs(&["subvolume", "snapshot"], &[&base, path])
 }
 
@@ -47,6 +69,9 @@ pub fn snapshot_root(path: &Path) -> Result<()> {
 pub fn delete_root(path: &Path) -> Result<()> {
     if !path.exists() {
         return Ok(());
+    }
+    if zfs::is_root(path) {
+        return zfs::destroy(path);
     }
     btrfs(&["subvolume", "delete"], &[path])
 }
@@ -111,7 +136,12 @@ impl ScratchArea {
         }
         let path = areas.join(format!("{name}-{}", std::process::id()));
         remove_tree(&path)?;
-        std::fs::create_dir_all(&path).map_err(|e| Error::io(format!("make {}", path.display()), e))?;
+        match zfs::holds(&pool) {
+            true => zfs::make_area(&path)?,
+            false => {
+                std::fs::create_dir_all(&path).map_err(|e| Error::io(format!("make {}", path.display()), e))?;
+            }
+        }
         Ok(Self(path))
     }
 
@@ -126,7 +156,7 @@ impl ScratchArea {
 fn remove_tree(path: &Path) -> Result<()> {
     let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
     // The number that btrfs gives the root directory of every subvolume.
-    if metadata.is_dir() && metadata.ino() == 256 {
+    if metadata.is_dir() && (metadata.ino() == 256 || zfs::is_root(path)) {
         return delete_root(path);
     }
     let io = |e| Error::io(format!("remove {}", path.display()), e);

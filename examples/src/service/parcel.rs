@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use crab_backend_btrfs::BtrfsBackend;
 use crab_core::{
     ByteStream, CheckpointBackend, Error, ErrorKind, ExportRequest, Half, ImportRequest, Manifest, Result, SandboxId,
 };
@@ -21,7 +20,7 @@ const PIECE: usize = 1 << 20;
 
 /// What parcels are made from and unpacked to.
 pub(super) struct Parcels {
-    pub(super) files: Arc<BtrfsBackend>,
+    pub(super) files: Arc<dyn CheckpointBackend>,
     /// Where the process backend keeps its artifacts: a directory each, below one of the sandbox.
     pub(super) images: PathBuf,
 }

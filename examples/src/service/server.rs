@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crab_backend_btrfs::BtrfsBackend;
 use crab_backend_criu::CriuBackend;
 use crab_coordinator::resolve::ByPath;
 use crab_coordinator::{AfterRestore, Coordinator, GateRecord, Listen};
-use crab_core::{CheckpointBackend, Error, ErrorKind, Result, SandboxHost, SandboxId, StateDelta, TurnNumber};
+use crab_core::{Error, ErrorKind, Result, SandboxHost, SandboxId, StateDelta, TurnNumber};
 use crab_engine::policy::{Plan, Policy, View};
 use crab_engine::scheduler::Limits;
 use crab_engine::{
@@ -19,7 +18,7 @@ use tokio::sync::mpsc;
 
 use super::parcel::Parcels;
 use super::{Answer, Message, Numbered, Order, Restored, Saving, ServiceConfig, TurnReport, spans};
-use crate::sandbox::{ExampleHost, Sandbox, criu_binary};
+use crate::sandbox::{ExampleHost, Sandbox, criu_binary, open_files};
 
 /// Where the process images lie, in the service's directory.
 const IMAGES: &str = "images";
@@ -50,10 +49,10 @@ pub async fn serve(config: ServiceConfig) -> Result<()> {
         spans::record(path)?;
     }
     let host = Arc::new(ExampleHost::new());
-    let files = Arc::new(BtrfsBackend::open(&config.versions)?);
+    let files = open_files(&config.versions)?;
     let (delta, bpf) = delta(config.saving);
     let mut builder = Engine::builder(config.directory.join("store"))
-        .filesystem(Arc::clone(&files) as Arc<dyn CheckpointBackend>)
+        .filesystem(Arc::clone(&files))
         .host(Arc::clone(&host) as Arc<dyn SandboxHost>)
         .delta(delta);
     // Those that live belong to the host before the engine looks for what a dead one left frozen.
