@@ -3,77 +3,22 @@
 
 mod support;
 
-use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use crab_backend_btrfs::BtrfsBackend;
-use crab_core::conformance::stress::{Process, Stress};
-use crab_core::{Sandbox, SandboxId};
-use support::{Disk, Pool};
+use crab_core::conformance::stress::{Orders, Stress};
+use support::Pool;
 
-const SANDBOXES: usize = 64;
-const SNAPSHOTS: usize = 10;
-const KILLS: u64 = 4;
-const WORKERS: usize = 8;
-/// Set for the process that is killed: the pool's path and a number.
-const POOL: &str = "CRAB_BTRFS_STRESS_POOL";
-const ROUND: &str = "CRAB_BTRFS_STRESS_ROUND";
-
-fn stress(pool: &Path) -> Stress {
-    let sandbox = |n| {
-        let id = SandboxId::new(format!("box-{n}")).unwrap();
-        let root = pool.join("boxes").join(id.as_str());
-        Sandbox::new(id, root, pool.join("no-cgroup"))
-    };
-    Stress { sandboxes: (0..SANDBOXES).map(sandbox).collect(), versions: SNAPSHOTS }
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_process_that_is_killed() {
+    let Some(orders) = Orders::here() else { return };
+    let backend = BtrfsBackend::open(&orders.store).unwrap();
+    Stress::on(&orders.pool).be_killed(&backend, orders.round).await;
 }
 
-/// Acts on all sandboxes for ever.
-#[test]
-fn the_process_that_is_killed() {
-    let (Some(pool), Some(round)) = (std::env::var_os(POOL), std::env::var(ROUND).ok()) else { return };
-    let (pool, round) = (Path::new(&pool), round.parse().unwrap());
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().unwrap();
-    let backend: Arc<dyn crab_core::CheckpointBackend> = Arc::new(BtrfsBackend::open(pool.join("versions")).unwrap());
-    let stress = Arc::new(stress(pool));
-    runtime.block_on(async {
-        backend.recover().await.unwrap();
-        let mut workers = tokio::task::JoinSet::new();
-        for worker in 0..WORKERS {
-            let (backend, stress) = (Arc::clone(&backend), Arc::clone(&stress));
-            workers.spawn(async move { stress.work(&*backend, worker, WORKERS, round).await });
-        }
-        // The first one to end has failed.
-        workers.join_next().await.unwrap().unwrap();
-    });
-}
-
-#[test]
-fn sixty_four_sandboxes_and_a_process_that_is_killed_leak_nothing() {
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_sandboxes_and_a_process_that_is_killed_leak_nothing() {
     let Some(pool) = Pool::in_memory(2 << 30) else { return };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().unwrap();
-    let stress = stress(&pool.path());
-    runtime.block_on(async {
-        let backend = pool.open();
-        for sandbox in &stress.sandboxes {
-            pool.make_root(&sandbox.id);
-        }
-        for round in 1..=SNAPSHOTS {
-            stress.checkpoint_all(&*backend, round as u64).await;
-        }
-        assert_eq!(stress.check(&pool, &*backend).await, SANDBOXES * SNAPSHOTS);
-    });
-    for kill in 1..=KILLS {
-        let round = kill.to_string();
-        let process = Process::start("the_process_that_is_killed", &[(POOL, &pool.path()), (ROUND, Path::new(&round))]);
-        std::thread::sleep(Duration::from_millis(700 + 317 * kill));
-        process.kill();
-        let backend = pool.open();
-        runtime.block_on(async {
-            backend.recover().await.unwrap();
-            stress.check(&pool, &*backend).await;
-        });
-    }
-    runtime.block_on(async { stress.end(&pool, &*pool.open()).await });
+    let store = pool.versions().display().to_string();
+    Stress::on(&pool.path()).outlive(&pool, &pool.path(), &store, 4, Duration::from_millis(1000)).await;
 }

@@ -32,7 +32,8 @@ use crate::{busy, diff, failure, transfer};
 ///
 /// What it needs: the root a mounted dataset without others inside it; roots and versions in one pool, and below one
 /// encryption root where they are encrypted; root's privileges. What lacks is refused with an error that says so,
-/// before anything is changed.
+/// before anything is changed. A restore on a full pool is given room that was set aside when the backend was opened
+/// (4 MiB), where nobody else takes it first.
 ///
 /// One process at a time may use a base dataset; the engine's lock on its store sees to that. All calls must be made
 /// from within a tokio runtime and never block its threads for long: the pool is waited for on threads that may block.
@@ -86,7 +87,10 @@ impl ZfsBackend {
     /// was.
     pub async fn delete_root(&self, sandbox: &SandboxId, root: impl AsRef<Path>) -> Result<()> {
         let (this, sandbox, root) = (self.clone(), sandbox.clone(), root.as_ref().to_owned());
-        blocking::run(move || delete_root(&this.versions, &this.restorer, &sandbox, &root)).await
+        blocking::run(move || {
+            this.versions.reserve.behind(|| delete_root(&this.versions, &this.restorer, &sandbox, &root))
+        })
+        .await
     }
 }
 
@@ -191,6 +195,7 @@ fn remove(versions: &Versions, artifact: &Artifact) -> Result<()> {
         if found.dataset().starts_with(&home) {
             versions.pool().finish(&Finish { home: &home, ..Finish::default() })?;
         }
+        versions.reserve.restock();
     }
     Ok(())
 }

@@ -258,17 +258,17 @@ fn attributes(entry: Entry<'_>) -> Result<BTreeMap<Vec<u8>, Vec<u8>>> {
     Ok(found)
 }
 
-/// Calls with a buffer that is large enough.
+/// Calls with buffers that grow until one is large enough.
 fn whole(mut call: impl FnMut(&mut [u8]) -> Result<usize, Errno>) -> Result<Vec<u8>, Errno> {
+    // Never empty: an empty buffer would be filled with nothing, and be large enough.
+    let mut buffer = vec![0; 256];
     loop {
-        let mut buffer = vec![0; call(&mut [])?];
         match call(&mut buffer) {
             Ok(size) => {
                 buffer.truncate(size);
                 return Ok(buffer);
             }
-            // It grew meanwhile.
-            Err(Errno::RANGE) => {}
+            Err(Errno::RANGE) if buffer.len() < 1 << 20 => buffer = vec![0; buffer.len() * 8],
             Err(errno) => return Err(errno),
         }
     }

@@ -40,6 +40,7 @@ mod mounts;
 mod place;
 mod pool;
 mod properties;
+mod reserve;
 mod restore;
 #[cfg(test)]
 mod restore_cut_short;

@@ -9,10 +9,11 @@
 //! 5  finish                                        promote the root, drop what nobody needs, forget the journal
 //! ```
 //!
-//! Each step but the third is on the disk when it returns. Everything that can fail for want of space comes before the
-//! third and is undone. What is left after a crash is told by the datasets' guids and marks: where the clone is not
-//! mounted yet and the root still has its name, the restore did not happen and is undone; else it did, and is finished.
-//! One function, [`Restorer::settle`], does both, for a failed restore, a second attempt and recovery alike.
+//! Each step but the third is on the disk when it returns. What is refused on a full pool comes before the third and is
+//! undone, and tried once more with [the reserve](crate::reserve). What is left after a crash is told by the datasets'
+//! guids and marks: where the clone is not mounted yet and the root still has its name, the restore did not happen and is
+//! undone; else it did, and is finished. One function, [`Restorer::settle`], does both, for a failed restore, a second
+//! attempt and recovery alike.
 //!
 //! The fifth step turns the lines of versions around: a promoted clone takes over the versions up to the restored one,
 //! and what was the root is then a branch on which only the later ones stand. So the branch goes with the last of them,
@@ -80,6 +81,10 @@ impl Restorer {
 
     /// Restores an artifact. See [`CheckpointBackend::restore`](crab_core::CheckpointBackend::restore).
     pub(crate) fn restore(&self, artifact: &Artifact, target: &RestoreTarget) -> Result<Restored> {
+        self.versions.reserve.behind(|| self.attempt(artifact, target))
+    }
+
+    fn attempt(&self, artifact: &Artifact, target: &RestoreTarget) -> Result<Restored> {
         let sandbox = &target.sandbox;
         self.versions.pool().require_here(&Place::of(&sandbox.root)?.dataset)?;
         refuse_late(target.deadline, "the restore was begun")?;
@@ -199,7 +204,11 @@ impl Restorer {
         mounts::replace(&clone, &place.path)?;
         self.steps.done(Step::Mounted)?;
         if let (Some(_), Some(old)) = (root, &names.old) {
-            self.rename(&place.dataset, old)?;
+            // A rename takes no room, but ZFS says so where a quota above the new name leaves none for what moves there.
+            self.rename(&place.dataset, old).map_err(|error| match error.kind() {
+                ErrorKind::Full => over_quota(&names.home, error),
+                _ => error,
+            })?;
             self.steps.done(Step::Moved)?;
         }
         self.rename(&names.next, &place.dataset)
@@ -329,6 +338,11 @@ impl Restorer {
     fn kept(&self, sandbox: &SandboxId, id: &ArtifactId) -> Result<Option<Found>> {
         Ok(self.versions.pool().find_one(sandbox, id, None)?.filter(|found| !found.removed))
     }
+}
+
+fn over_quota(home: &str, error: Error) -> Error {
+    let message = format!("a quota above {home} leaves no room for what the root holds");
+    Error::new(ErrorKind::OverQuota, message).caused_by(error).fix("raise the quota or remove versions")
 }
 
 fn is_clone(dataset: Option<&Dataset>, record: &Record) -> bool {

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! BASE                        crab:format; the dataset that the host names: mounted nowhere
+//!   BASE/_reserve             room for a restore when the pool is full
 //!   BASE/SANDBOX              crab:restore, the journal of the last restore into this sandbox
 //!     BASE/SANDBOX/next       crab:clone; the clone that a restore puts in the place of the root
 //!     BASE/SANDBOX/old-GUID   what was the root before a restore, while versions stand on it
@@ -26,6 +27,7 @@ use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, SandboxId};
 use crate::batch::Batch;
 use crate::failure;
 use crate::pool::{Found, HOLD, MARK_FORMAT, MARK_SANDBOX, Pool, Wanted};
+use crate::reserve::Reserve;
 use crate::sys::{Map, Value};
 
 /// The backend's name, stored with every artifact.
@@ -42,6 +44,8 @@ pub(crate) struct Versions {
     pool: Pool,
     base: String,
     locks: Locks,
+    /// For what must work on a full pool.
+    pub(crate) reserve: Reserve,
     /// Captures on their way into the pool.
     pub(crate) batch: Batch,
     /// Snapshots that this process took and has not persisted yet.
@@ -83,6 +87,7 @@ impl Versions {
         }
         let pool = pool.for_base(about.guid);
         Ok(Self {
+            reserve: Reserve::open(pool.calls(), base),
             pool,
             base: base.to_owned(),
             locks: Locks::default(),

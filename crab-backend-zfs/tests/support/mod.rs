@@ -148,7 +148,7 @@ impl Pool {
         let mut names: Vec<String> = text
             .lines()
             .filter_map(|line| line.strip_prefix(&self.dataset())?.strip_prefix('/'))
-            .filter(|name| !matches!(*name, "boxes" | "crab"))
+            .filter(|name| !matches!(*name, "boxes" | "crab" | "crab/_reserve"))
             // The number in the name of a version says which sandbox's it is.
             .map(|name| match name.split_once("@crab-") {
                 Some((dataset, rest)) => format!("{dataset}@{}", rest.split_once('-').map_or(rest, |(_, name)| name)),
@@ -201,6 +201,7 @@ impl Disk for Pool {
                 (_, true) if removed == "on" => !matches!(clones, "" | "-"),
                 (_, true) => missing.remove(&(sandbox, artifact)),
                 (Some(("boxes", id)), _) => roots.iter().any(|root| root.as_str() == id),
+                (Some(("crab", "_reserve")), _) => true,
                 (Some(("crab", home)), _) if !home.contains('/') => !roots.is_empty() || !versions.is_empty(),
                 (Some(("crab", _)), _) => lines.iter().any(|line| line[0].starts_with(&format!("{name}@"))),
                 _ => false,

@@ -26,8 +26,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 pub use transfer::{
-    a_bad_import_leaves_nothing, a_diff_names_exactly_what_differs, a_fork_makes_a_root_where_there_is_none,
-    an_export_can_be_imported_elsewhere, space_is_accounted,
+    a_bad_import_leaves_nothing, a_diff_names_exactly_what_differs, a_diff_tells_changes_of_metadata_alone,
+    a_fork_makes_a_root_where_there_is_none, an_export_can_be_imported_elsewhere, space_is_accounted,
 };
 
 use async_trait::async_trait;
@@ -233,6 +233,7 @@ suite! {
     a_fork_makes_a_root_where_there_is_none,
     recover_disturbs_nothing,
     a_diff_names_exactly_what_differs,
+    a_diff_tells_changes_of_metadata_alone,
     space_is_accounted,
     an_export_can_be_imported_elsewhere,
     a_bad_import_leaves_nothing,

@@ -1,13 +1,21 @@
 //! Many sandboxes on one disk, worked on by a process that is killed again and again.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use super::calls::{capture, checkpoint, restore};
 use super::churn::Churn;
 use super::disk::Disk;
 use super::trees;
-use crate::{Artifact, CheckpointBackend, Sandbox};
+use crate::{Artifact, CheckpointBackend, Sandbox, SandboxId};
+
+/// How many act at once.
+const WORKERS: usize = 8;
+/// In the environment of the process that is killed: where the disk is mounted, the backend's store, a number.
+const POOL: &str = "CRAB_STRESS_POOL";
+const STORE: &str = "CRAB_STRESS_STORE";
+const ROUND: &str = "CRAB_STRESS_ROUND";
 
 /// The sandboxes, and how many versions each has at most.
 pub struct Stress {
@@ -18,8 +26,51 @@ pub struct Stress {
 }
 
 impl Stress {
+    /// 64 sandboxes of 10 versions each, with roots in `boxes` of a disk. Where `CRAB_IN_VM` says that the machine is
+    /// slow, 8 of 4 each, unless `CRAB_STRESS` is `full`.
+    #[must_use]
+    pub fn on(pool: &Path) -> Self {
+        let small = std::env::var_os("CRAB_IN_VM").is_some() && std::env::var("CRAB_STRESS").as_deref() != Ok("full");
+        let (sandboxes, versions) = if small { (8, 4) } else { (64, 10) };
+        let sandbox = |n| {
+            let id = SandboxId::new(format!("box-{n}")).unwrap();
+            let root = pool.join("boxes").join(id.as_str());
+            Sandbox::new(id, root, pool.join("no-cgroup"))
+        };
+        Self { sandboxes: (0..sandboxes).map(sandbox).collect(), versions }
+    }
+
+    /// What the process does that is killed: it acts on all sandboxes for ever.
+    pub async fn be_killed(&self, backend: &dyn CheckpointBackend, round: u64) {
+        backend.recover().await.expect("recover");
+        super::join_all((0..WORKERS).map(|worker| self.work(backend, worker, round))).await;
+    }
+
+    /// All of it: versions of all sandboxes, then a process of this test program that is killed so many times, each time
+    /// after one `beat` and a little more. Nothing leaks, and every version is whole. Blocks while that process works.
+    pub async fn outlive(&self, disk: &dyn Disk, pool: &Path, store: &str, kills: u32, beat: Duration) {
+        let backend = disk.open();
+        for sandbox in &self.sandboxes {
+            disk.make_root(&sandbox.id);
+        }
+        for value in 1..=self.versions {
+            self.checkpoint_all(&*backend, value as u64).await;
+        }
+        assert_eq!(self.check(disk, &*backend).await, self.sandboxes.len() * self.versions);
+        drop(backend);
+        for round in 1..=kills {
+            let process = Process::start(pool, store, round);
+            std::thread::sleep(beat + beat * round * 3 / 10);
+            process.kill();
+            let backend = disk.open();
+            backend.recover().await.expect("recover");
+            self.check(disk, &*backend).await;
+        }
+        self.end(disk, &*disk.open()).await;
+    }
+
     /// Makes one version of each sandbox, of this value.
-    pub async fn checkpoint_all(&self, backend: &dyn CheckpointBackend, value: u64) {
+    async fn checkpoint_all(&self, backend: &dyn CheckpointBackend, value: u64) {
         let name = format!("v{value}");
         let all = self.sandboxes.iter().map(|sandbox| {
             trees::set(&sandbox.root, value);
@@ -32,7 +83,7 @@ impl Stress {
 
     /// One random act on one sandbox: a version, a restore, a removal, a capture that is dropped. `number` is one that
     /// never comes again.
-    pub async fn act(&self, backend: &dyn CheckpointBackend, sandbox: &Sandbox, random: &mut Churn, number: u64) {
+    async fn act(&self, backend: &dyn CheckpointBackend, sandbox: &Sandbox, random: &mut Churn, number: u64) {
         let versions = backend.list(&sandbox.id).await.expect("list");
         let any = versions.get(usize::from(random.byte()) % versions.len().max(1));
         match (random.byte() % 8, any) {
@@ -55,19 +106,19 @@ impl Stress {
     }
 
     /// Acts on its share of the sandboxes for ever.
-    pub async fn work(&self, backend: &dyn CheckpointBackend, worker: usize, workers: usize, round: u64) {
-        let mine: Vec<_> = self.sandboxes.iter().skip(worker).step_by(workers).collect();
+    async fn work(&self, backend: &dyn CheckpointBackend, worker: usize, round: u64) {
+        let mine: Vec<_> = self.sandboxes.iter().skip(worker).step_by(WORKERS).collect();
         let mut random = Churn::new(round * 100 + worker as u64 + 1);
         for number in 0.. {
             let sandbox = mine[usize::from(random.byte()) % mine.len()];
-            let number = (round * 1_000_000 + number) * workers as u64 + worker as u64;
+            let number = (round * 1_000_000 + number) * WORKERS as u64 + worker as u64;
             self.act(backend, sandbox, &mut random, number).await;
         }
     }
 
     /// Nothing is on the disk but the roots and what is listed, and each version holds what its name says. Gives how
     /// many versions there are.
-    pub async fn check(&self, disk: &dyn Disk, backend: &dyn CheckpointBackend) -> usize {
+    async fn check(&self, disk: &dyn Disk, backend: &dyn CheckpointBackend) -> usize {
         let mut all = Vec::new();
         for sandbox in &self.sandboxes {
             for artifact in backend.list(&sandbox.id).await.expect("list") {
@@ -84,7 +135,7 @@ impl Stress {
     }
 
     /// Takes everything away.
-    pub async fn end(&self, disk: &dyn Disk, backend: &dyn CheckpointBackend) {
+    async fn end(&self, disk: &dyn Disk, backend: &dyn CheckpointBackend) {
         for sandbox in &self.sandboxes {
             for artifact in backend.list(&sandbox.id).await.expect("list") {
                 backend.remove(&artifact).await.expect("remove");
@@ -102,27 +153,43 @@ fn value_of(artifact: &Artifact) -> u64 {
     name.strip_prefix('v').and_then(|rest| rest.split('-').next()).and_then(|value| value.parse().ok()).unwrap()
 }
 
-/// One test of the running test program, as a process of its own.
-pub struct Process(Child);
+/// What the process that is killed is told.
+pub struct Orders {
+    /// Where the disk is mounted.
+    pub pool: PathBuf,
+    /// The backend's store, as it names it.
+    pub store: String,
+    /// A number that no other such process has.
+    pub round: u64,
+}
+
+impl Orders {
+    /// `None` in a process that is not to be killed.
+    #[must_use]
+    pub fn here() -> Option<Self> {
+        let round = std::env::var(ROUND).ok()?.parse().ok()?;
+        Some(Self { pool: std::env::var_os(POOL)?.into(), store: std::env::var(STORE).ok()?, round })
+    }
+}
+
+/// The test `the_process_that_is_killed` of the running test program, as a process of its own.
+struct Process(Child);
 
 impl Process {
-    /// Starts it, with what it needs to know in its environment.
-    #[must_use]
-    pub fn start(test: &str, environment: &[(&str, &Path)]) -> Self {
+    fn start(pool: &Path, store: &str, round: u32) -> Self {
         let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", test, "--nocapture"])
-            .envs(environment.iter().copied())
+            .args(["--exact", "the_process_that_is_killed", "--nocapture"])
+            .env(POOL, pool)
+            .env(STORE, store)
+            .env(ROUND, round.to_string())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn();
         Self(child.unwrap())
     }
 
-    /// Kills it, wherever it is.
-    ///
-    /// # Panics
-    /// Where it has ended, which is a failure.
-    pub fn kill(mut self) {
+    /// Kills it, wherever it is. One that has ended is a failure.
+    fn kill(mut self) {
         let ended = self.0.try_wait().unwrap();
         assert!(ended.is_none(), "it failed before it was killed: {ended:?}");
     }

@@ -2,8 +2,13 @@
 //! offer one of them says so with a typed error.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::fs::{self, Permissions};
+use std::io;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::Path;
 
 use async_trait::async_trait;
+use rustix::fs::XattrFlags;
 
 use super::{BackendFixture, artifact_name, checkpoint, kill_and_restore, listed, name, operation, start_if_files};
 use super::{trees, try_restore};
@@ -56,6 +61,33 @@ pub async fn a_diff_names_exactly_what_differs(f: &dyn BackendFixture) {
     let missing = Artifact { id: artifact_name(), ..versions[0].clone() };
     let error = f.backend().diff(&versions[0], &missing).await.err().expect("one is missing");
     assert_eq!(error.kind(), ErrorKind::NotFound);
+}
+
+/// A change of mode, owner or attributes alone is told, of a file's as of the root directory's own. For fixtures whose
+/// sandboxes have roots on a disk.
+pub async fn a_diff_tells_changes_of_metadata_alone(f: &dyn BackendFixture) {
+    let id = f.sandbox().await;
+    let root = f.host().describe(&id).await.expect("the host describes its own sandbox").root;
+    if !f.backend().capabilities().diffs || !root.is_dir() {
+        return;
+    }
+    fs::write(root.join("file"), "").unwrap();
+    type Act = fn(&Path) -> io::Result<()>;
+    let acts: [(&str, Act); 3] = [
+        ("mode", |path| fs::set_permissions(path, Permissions::from_mode(0o710))),
+        ("owner", |path| chown(path, Some(7), Some(8))),
+        ("attribute", |path| Ok(rustix::fs::setxattr(path, "user.crab", &[1; 700], XattrFlags::empty())?)),
+    ];
+    let mut before = checkpoint(f, &id).await;
+    for (what, act) in acts {
+        act(&root).expect(what);
+        act(&root.join("file")).expect(what);
+        let after = checkpoint(f, &id).await;
+        let expected = [&b""[..], b"file"].map(|path| (path.to_vec(), FileChangeKind::Metadata)).into();
+        assert_eq!(diff(f, &before, &after).await, expected, "{what}");
+        assert_eq!(diff(f, &after, &before).await, expected, "{what}");
+        before = after;
+    }
 }
 
 /// Space is told, and no more is exclusive than there is.

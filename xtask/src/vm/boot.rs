@@ -17,6 +17,12 @@ const MEMORY: u32 = 3584;
 
 /// Makes the guest ready for sandboxes; the program [`INIT`] must be in its share.
 pub(super) const SANDBOXES: &str = include_str!("sandboxes.sh");
+/// The same with ZFS in the place of btrfs; [`BASE`] must be in its share. What is told by [`ON_ZFS`] finds them.
+pub(super) const ZFS_SANDBOXES: &str = include_str!("zfs.sh");
+/// The root filesystem of the host's sandboxes, as an archive.
+pub(super) const BASE: &str = "base.tar";
+/// The environment of what runs on those.
+pub(super) const ON_ZFS: &str = "CRAB_HOME=/tmp/crab-zfs";
 /// The first process of every sandbox.
 pub(super) const INIT: &str = "crab-init";
 
@@ -27,6 +33,13 @@ pub(super) fn init() -> Result<(PathBuf, String), String> {
         true => Ok((path, INIT.to_owned())),
         false => Err(format!("{} is not there: run `cargo xtask setup` first", path.display())),
     }
+}
+
+/// Packs the root filesystem of the host's sandboxes into a share.
+pub(super) fn pack_base(share: &Path) -> Result<(), String> {
+    let base = Home::from_environment().base();
+    command::run(command::system("tar").arg("-C").arg(&base).arg("-cf").arg(share.join(BASE)).arg("."))
+        .map_err(|message| format!("{message}\n(is {} there? `cargo xtask setup` makes it)", base.display()))
 }
 
 /// A process that ends when this is dropped.
@@ -126,7 +139,11 @@ pub(super) fn share(beside: &Path, programs: &[(PathBuf, String)], script: &str)
     let path = share.join("run");
     let environment = "export CRAB_IN_VM=1 CRAB_CRIU=/usr/sbin/criu CRAB_HOME=/tmp/crab RUST_BACKTRACE=1\n\
                        mkdir -p /tmp/crab\ncd /tmp\n";
-    std::fs::write(&path, format!("{environment}{script}"))
+    let stress = match std::env::var("CRAB_STRESS").as_deref() {
+        Ok("full") => "export CRAB_STRESS=full\n",
+        _ => "",
+    };
+    std::fs::write(&path, format!("{environment}{stress}{script}"))
         .map_err(|error| format!("cannot write {}: {error}", path.display()))?;
     Ok(share)
 }

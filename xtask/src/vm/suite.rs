@@ -12,7 +12,7 @@ use crate::tasks;
 /// there are any. `CRAB_IN_VM` tells tests that they run there. What needs nothing of the guest's is left to the host.
 const SUITES: &[(&str, &[&str], &[&str])] = &[
     ("crab-backend-zfs", &["lib"], &["restore_cut_short", "sys::"]),
-    ("crab-backend-zfs", &["conforms", "model", "sandboxes"], &[]),
+    ("crab-backend-zfs", &["conforms", "limits", "model", "sandboxes", "stress"], &[]),
     ("crab-backend-btrfs", &["conforms", "captures", "restores"], &[]),
     // The whole suite of backends takes long there: `--filter the_suite_with_incremental_dumps` runs it.
     ("crab-backend-criu", &["lib", "sandboxes-main"], &["precopy::", "no_store_between", "an_incremental_dump"]),
@@ -21,10 +21,16 @@ const SUITES: &[(&str, &[&str], &[&str])] = &[
         &["conformance", "inspector"],
         &["the_inspector_keeps_the_rules", "probing", "rights_enough", "idle_server"],
     ),
+    // Last: its pool takes memory.
+    (ON_ZFS, &["zfs"], &[]),
 ];
 
 /// The package whose tests act on sandboxes.
 const NEEDS_SANDBOXES: &str = "crab-backend-criu";
+
+/// The package whose tests act on sandboxes on ZFS, by the program that is Crab's own process.
+const ON_ZFS: &str = "crab-examples";
+const DEMO: &str = "demo";
 
 /// What tests need and the guest cannot build: the package, the source, and the name of the variable that tells where
 /// it is.
@@ -105,7 +111,10 @@ fn number(result: &str, word: &str) -> u64 {
 pub(crate) fn run(image: &Image, filter: Option<&str>) -> Result<Outcome, String> {
     let begun = Instant::now();
     let (mut programs, mut test_filter) = (Vec::new(), None);
-    for (package, names, words) in SUITES {
+    // A filter that holds a package's name is about no other: the rest need not be built.
+    let named = |package: &str| filter.is_some_and(|filter| filter.contains(package));
+    let any_named = SUITES.iter().any(|(package, ..)| named(package));
+    for (package, names, words) in SUITES.iter().filter(|(package, ..)| named(package) || !any_named) {
         let built = build(package, words)?;
         programs.extend(built.into_iter().filter(|program| names.contains(&program.name.as_str())));
     }
@@ -184,15 +193,26 @@ fn share(programs: &[Program], test_filter: Option<&str>) -> Result<PathBuf, Str
             files.push(boot::init()?);
             lines.push_str(boot::SANDBOXES);
         }
+        let mut environment = String::new();
+        if program.package == ON_ZFS {
+            // Cargo puts a package's programs one above its tests.
+            files.push((beside.join("..").join(DEMO), DEMO.to_owned()));
+            lines.push_str(boot::ZFS_SANDBOXES);
+            environment = format!("{} CRAB_DEMO=/mnt/share/{DEMO} ", boot::ON_ZFS);
+        }
         let file = format!("test-{number}");
         let words = test_filter.map_or(program.words.join(" "), |filter| format!("'{}'", filter.replace('\'', "")));
         lines.push_str(&format!(
-            "echo '{MARK}{}/{}'\n/mnt/share/{file} --show-output --test-threads=6 {words}\n",
+            "echo '{MARK}{}/{}'\n{environment}/mnt/share/{file} --show-output --test-threads=6 {words}\n",
             program.package, program.name
         ));
         files.push((program.path.clone(), file));
     }
-    boot::share(beside, &files, &lines)
+    let share = boot::share(beside, &files, &lines)?;
+    if programs.iter().any(|program| program.package == ON_ZFS) {
+        boot::pack_base(&share)?;
+    }
+    Ok(share)
 }
 
 /// Compiles a C program of the project.
