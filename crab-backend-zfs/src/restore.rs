@@ -311,7 +311,13 @@ impl Restorer {
             return Ok((record.keep != Keep::No).then_some(record));
         }
         if stands || moved {
-            mount_again(&record)?;
+            match mount_again(&record) {
+                // Without its key nobody had it mounted before either.
+                Err(error) if error.kind() == ErrorKind::Unsupported => {
+                    tracing::debug!(%sandbox, %error, "the old root stays unmounted");
+                }
+                mounted => mounted?,
+            }
         }
         self.undo(sandbox, record, &names)
     }

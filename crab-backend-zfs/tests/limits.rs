@@ -137,7 +137,7 @@ fn a_lack_of_privilege_is_said_when_the_backend_is_opened() {
 async fn any_changes_are_found_as_a_walk_finds_them() {
     let Some(pool) = Pool::new() else { return };
     let backend = pool.backend();
-    for seed in 1..4 {
+    for seed in 1..3 {
         let sandbox = pool.sandbox(&format!("box-{seed}"));
         let mut churn = Churn::new(seed);
         let mut versions = Vec::new();
@@ -145,7 +145,7 @@ async fn any_changes_are_found_as_a_walk_finds_them() {
             (0..25).for_each(|_| churn.step(&sandbox.root));
             versions.push(checkpoint(&backend, &sandbox, version).await.unwrap());
         }
-        for (from, to) in [(0, 1), (1, 0), (0, 2)] {
+        for (from, to) in [(0, 1), (2, 0)] {
             let mut changes = backend.diff(&versions[from], &versions[to]).await.unwrap();
             let mut found = BTreeMap::new();
             while let Some(change) = changes.next().await.unwrap() {

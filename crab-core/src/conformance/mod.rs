@@ -167,25 +167,6 @@ async fn start_if_files(f: &dyn BackendFixture, id: &SandboxId) {
     }
 }
 
-/// Waits for all of them at once.
-async fn join_all<T>(futures: impl Iterator<Item = impl Future<Output = T>>) -> Vec<T> {
-    let mut pending: Vec<_> = futures.map(|future| (Box::pin(future), None)).collect();
-    std::future::poll_fn(|context| {
-        let mut ready = true;
-        for (future, done) in &mut pending {
-            if done.is_none() {
-                match future.as_mut().poll(context) {
-                    std::task::Poll::Ready(value) => *done = Some(value),
-                    std::task::Poll::Pending => ready = false,
-                }
-            }
-        }
-        if ready { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
-    })
-    .await;
-    pending.into_iter().filter_map(|(_, done)| done).collect()
-}
-
 async fn listed(f: &dyn BackendFixture, id: &SandboxId) -> Vec<ArtifactId> {
     let mut names: Vec<_> = f.backend().list(id).await.expect("list").into_iter().map(|a| a.id).collect();
     names.sort();

@@ -43,7 +43,7 @@ impl Stress {
     /// What the process does that is killed: it acts on all sandboxes for ever.
     pub async fn be_killed(&self, backend: &dyn CheckpointBackend, round: u64) {
         backend.recover().await.expect("recover");
-        super::join_all((0..WORKERS).map(|worker| self.work(backend, worker, round))).await;
+        super::calls::join_all((0..WORKERS).map(|worker| self.work(backend, worker, round))).await;
     }
 
     /// All of it: versions of all sandboxes, then a process of this test program that is killed so many times, each time
@@ -76,7 +76,7 @@ impl Stress {
             trees::set(&sandbox.root, value);
             checkpoint(backend, sandbox, &name)
         });
-        for done in super::join_all(all).await {
+        for done in super::calls::join_all(all).await {
             done.expect("checkpoint");
         }
     }

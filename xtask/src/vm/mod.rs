@@ -21,8 +21,9 @@ Usage: cargo xtask vm test [--filter TEXT] [--image PATH]
        cargo xtask vm build [--image PATH]
 
 test runs the tests that need the virtual machine, all of them in one boot; with --filter, only those whose
-PACKAGE/PROGRAM, as it is printed, or whose own name holds TEXT. With CRAB_STRESS=full the stress is as large there as
-on the host, which takes much longer. bench runs one bench there. build makes its image where it is missing.
+PACKAGE/PROGRAM, as it is printed, holds TEXT or one of several between commas, or whose own name holds TEXT. With
+CRAB_STRESS=full the stress is as large there as on the host, which takes much longer. bench runs one bench there. build
+makes its image where it is missing.
 
 The image is a directory, or a packed one (.tar.zst) to be unpacked to CRAB_HOME/vm. It is the one that --image or
 CRAB_VM names, else CRAB_HOME/vm, else ../shared/vm/pack.tar.zst beside this project where that exists, else it is

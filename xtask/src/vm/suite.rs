@@ -12,7 +12,7 @@ use crate::tasks;
 /// there are any. `CRAB_IN_VM` tells tests that they run there. What needs nothing of the guest's is left to the host.
 const SUITES: &[(&str, &[&str], &[&str])] = &[
     ("crab-backend-zfs", &["lib"], &["restore_cut_short", "sys::"]),
-    ("crab-backend-zfs", &["conforms", "limits", "model", "sandboxes", "stress"], &[]),
+    ("crab-backend-zfs", &["conforms", "limits", "model", "sandboxes"], &[]),
     ("crab-backend-btrfs", &["conforms", "captures", "restores"], &[]),
     // The whole suite of backends takes long there: `--filter the_suite_with_incremental_dumps` runs it.
     ("crab-backend-criu", &["lib", "sandboxes-main"], &["precopy::", "no_store_between", "an_incremental_dump"]),
@@ -21,8 +21,6 @@ const SUITES: &[(&str, &[&str], &[&str])] = &[
         &["conformance", "inspector"],
         &["the_inspector_keeps_the_rules", "probing", "rights_enough", "idle_server"],
     ),
-    // Last: its pool takes memory.
-    (ON_ZFS, &["zfs"], &[]),
 ];
 
 /// The package whose tests act on sandboxes.
@@ -119,7 +117,10 @@ pub(crate) fn run(image: &Image, filter: Option<&str>) -> Result<Outcome, String
         programs.extend(built.into_iter().filter(|program| names.contains(&program.name.as_str())));
     }
     if let Some(filter) = filter {
-        let named = |program: &Program| format!("{}/{}", program.package, program.name).contains(filter);
+        let named = |program: &Program| {
+            let name = format!("{}/{}", program.package, program.name);
+            filter.split(',').any(|part| name.contains(part))
+        };
         if programs.iter().any(named) {
             programs.retain(named);
         } else {
