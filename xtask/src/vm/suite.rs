@@ -18,8 +18,8 @@ const SUITES: &[(&str, &[&str], &[&str])] = &[
     ("crab-backend-criu", &["lib", "sandboxes-main"], &["precopy::", "no_store_between", "an_incremental_dump"]),
     (
         "crab-inspector",
-        &["conformance", "inspector"],
-        &["the_inspector_keeps_the_rules", "probing", "rights_enough", "idle_server"],
+        &["conformance", "inspector", "matrix"],
+        &["the_inspector_keeps_the_rules", "probing", "rights_enough", "idle_server", "shows_on_btrfs"],
     ),
 ];
 
