@@ -50,7 +50,7 @@ const AT_EVERY_BOUNDARY: [&str; 2] = ["scratch-work", "repl-survey"];
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let outcome = match arguments.split_first() {
-        Some((first, [config])) if first == "serve" => serve(config),
+        Some((first, [config])) if first == "serve" => service::serve_as_program(config),
         _ => Options::parse(&arguments).and_then(|options| evaluate(&options)),
     };
     match outcome {
@@ -64,12 +64,6 @@ fn main() -> ExitCode {
 
 fn runtime() -> Result<tokio::runtime::Runtime> {
     tokio::runtime::Runtime::new().map_err(|e| Error::io("start the runtime", e))
-}
-
-fn serve(config: &str) -> Result<()> {
-    let config = serde_json::from_str(config)
-        .map_err(|e| Error::new(ErrorKind::InvalidInput, "not a service's configuration").caused_by(e))?;
-    runtime()?.block_on(service::serve(config))
 }
 
 struct Options {

@@ -18,7 +18,7 @@ use crab_core::{Digest, OperationId, SandboxId};
 use serde::{Deserialize, Serialize};
 
 pub use client::Service;
-pub use server::serve;
+pub use server::{serve, serve_as_program};
 
 /// What a service is to look after.
 #[derive(Clone, Debug, Serialize, Deserialize)]

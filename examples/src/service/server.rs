@@ -118,6 +118,17 @@ pub async fn serve(config: ServiceConfig) -> Result<()> {
     Ok(())
 }
 
+/// The same as a program's whole work, with its configuration as JSON.
+///
+/// # Errors
+/// As [`serve`], and where `config` is no configuration.
+pub fn serve_as_program(config: &str) -> Result<()> {
+    let config = serde_json::from_str(config)
+        .map_err(|e| Error::new(ErrorKind::InvalidInput, "not a service's configuration").caused_by(e))?;
+    let runtime = tokio::runtime::Runtime::new().map_err(|e| Error::io("start the runtime", e))?;
+    runtime.block_on(serve(config))
+}
+
 /// The one with BPF where the kernel allows it.
 fn delta(saving: Saving) -> (Arc<dyn StateDelta>, bool) {
     let mut builder = Inspector::builder();

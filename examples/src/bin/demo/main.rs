@@ -33,7 +33,7 @@ fn main() -> ExitCode {
     let log = tracing_subscriber::EnvFilter::try_from_default_env();
     tracing_subscriber::fmt().with_env_filter(log.unwrap_or_else(|_| "off".into())).with_writer(std::io::stderr).init();
     let outcome = match arguments.split_first() {
-        Some((first, [config])) if first == "serve" => serve(config),
+        Some((first, [config])) if first == "serve" => service::serve_as_program(config),
         _ => Arguments::parse(&arguments).and_then(|arguments| demo(&arguments)),
     };
     match outcome {
@@ -47,12 +47,6 @@ fn main() -> ExitCode {
 
 fn runtime() -> Result<tokio::runtime::Runtime> {
     tokio::runtime::Runtime::new().map_err(|e| Error::io("start the runtime", e))
-}
-
-fn serve(config: &str) -> Result<()> {
-    let config = serde_json::from_str(config)
-        .map_err(|e| Error::new(ErrorKind::InvalidInput, "not a service's configuration").caused_by(e))?;
-    runtime()?.block_on(service::serve(config))
 }
 
 /// What the demo needs of this machine; the first thing that is missing.
