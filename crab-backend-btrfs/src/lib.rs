@@ -26,6 +26,7 @@
 //!   Mounts in a foreign namespace that outlived its tasks are not seen.
 //! - Where the quota of the subvolume in which the versions stand is used up, btrfs refuses removals too, until the
 //!   quota is raised. A sandbox's own quota stops only the sandbox; the root that a restore makes has none.
+//! - An import that was cut short is begun anew: btrfs cannot send a stream from its middle.
 
 mod backend;
 mod busy;
