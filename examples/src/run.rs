@@ -113,6 +113,10 @@ pub struct Stretch {
     pub took: Duration,
 }
 
+/// A command that takes longer is ended. What a session's commands wait for may be gone for good, where less than all of
+/// it came back.
+const LIMIT: Duration = Duration::from_secs(60);
+
 impl Runner {
     /// A runner of a session whose start state is not at hand, on a [stand-in](crate::stand_in) for it.
     #[must_use]
@@ -135,7 +139,7 @@ impl Runner {
             scale: 0.0,
             command_times: Vec::new(),
             start: Vec::new(),
-            commands: ExecOptions::default(),
+            commands: ExecOptions { timeout: Some(LIMIT), ..ExecOptions::default() },
             saving: Saving::default(),
             spans: None,
             progress: Box::new(|_| {}),
