@@ -149,7 +149,9 @@ pub async fn an_export_can_be_imported_elsewhere(f: &dyn BackendFixture) {
     let two = checkpoint(f, &id).await;
     let (full, since) =
         (exported(f, ExportRequest::full(&one)).await, exported(f, ExportRequest::since(&one, &two)).await);
-    let inodes = |artifact: &Artifact| f.backend().tree(artifact).map(|tree| trees::inodes(&tree));
+    // Where the files can be read: an import need not be mounted, and a tree in memory is none.
+    let inodes =
+        |artifact: &Artifact| f.backend().tree(artifact).filter(|tree| tree.exists()).map(|tree| trees::inodes(&tree));
     let had = inodes(&two);
     // The originals are not needed any more.
     f.set(&id, 3).await;
@@ -163,7 +165,9 @@ pub async fn an_export_can_be_imported_elsewhere(f: &dyn BackendFixture) {
     let mut expected = [first.id.clone(), second.id.clone()];
     expected.sort();
     assert_eq!(listed(f, &other).await, expected);
-    assert_eq!(inodes(&second), had, "processes remember the inode numbers of their files");
+    if let (Some(has), Some(had)) = (inodes(&second), had) {
+        assert_eq!(has, had, "processes remember the inode numbers of their files");
+    }
     for (artifact, value) in [(&second, 2), (&first, 1), (&second, 2)] {
         f.backend().verify(artifact).await.expect("an import is whole");
         kill_and_restore(f, &id, artifact).await;
