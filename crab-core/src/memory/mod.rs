@@ -197,6 +197,17 @@ impl MemoryWorld {
         Ok(())
     }
 
+    /// The host writes a file of the sandbox, in whatever condition that is.
+    ///
+    /// # Errors
+    /// Where there is no such sandbox.
+    pub fn write_from_outside(&self, id: &SandboxId, path: &str, content: &str) -> Result<()> {
+        let mut state = self.state();
+        let sandbox = state.boxes.get_mut(id).ok_or_else(|| unknown_sandbox(id))?;
+        sandbox.files.insert(path.to_owned(), content.to_owned());
+        Ok(())
+    }
+
     /// A task of the sandbox removes a file.
     ///
     /// # Errors
