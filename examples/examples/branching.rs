@@ -26,12 +26,11 @@ async fn main() -> Result<()> {
     let engine = engine(area.path(), &host).await?;
     engine.attach(&trunk).await?;
 
-    // A shell that keeps a number in memory and adds what it is given to it.
-    run(
-        &sandbox,
-        "mkfifo /root/in; setsid bash -c 'n=40; while read x </root/in; do n=$((n+x)); echo $n >/root/out; done' >/dev/null 2>&1 &",
-    );
-    println!("the trunk, after adding 2: {}", run(&sandbox, "echo 2 >/root/in; sleep 0.3; cat /root/out"));
+    // A shell that keeps a number in memory, adds what it is given to it, and says what that makes.
+    let adder = "n=40; while true; do read x </root/in || continue; n=$((n+x)); echo $n >/root/out; done";
+    run(&sandbox, &format!("mkfifo /root/in /root/out; setsid bash -c '{adder}' >/dev/null 2>&1 &"));
+    let add = |sandbox: &Sandbox, number: u32| run(sandbox, &format!("echo {number} >/root/in; cat /root/out"));
+    println!("the trunk, after adding 2: {}", add(&sandbox, 2));
     let version = engine.checkpoint(&trunk).await?.version;
 
     for (name, number) in [("left", 100), ("right", 200)] {
@@ -39,10 +38,9 @@ async fn main() -> Result<()> {
         // Nothing lives in it, and it has no files yet: the fork brings both.
         let branch = host.prepare(Config::new(id.clone(), root))?;
         engine.fork(&trunk, version, &id, ForkOptions::default()).await?;
-        let line = format!("echo {number} >/root/in; sleep 0.3; cat /root/out");
-        println!("{name:>9}, after adding {number}: {}", run(&branch, &line));
+        println!("{name:>9}, after adding {number}: {}", add(&branch, number));
     }
-    println!("the trunk, after adding 1: {}", run(&sandbox, "echo 1 >/root/in; sleep 0.3; cat /root/out"));
+    println!("the trunk, after adding 1: {}", add(&sandbox, 1));
 
     engine.close().await;
     Ok(())

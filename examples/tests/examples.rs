@@ -15,7 +15,8 @@ fn run(name: &str) -> Option<String> {
     // `cargo test` puts them beside the programs.
     let program = Path::new(env!("CARGO_BIN_EXE_demo")).with_file_name("examples").join(name);
     assert!(program.exists(), "build it first: cargo build -p crab-examples --examples");
-    let output = Command::new(program).output().unwrap();
+    // One that waits for ever is to fail by itself.
+    let output = Command::new("timeout").args(["--kill-after=10", "300"]).arg(program).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(left_for_good(&format!("{name}-")), Vec::<String>::new());

@@ -70,10 +70,9 @@ pub fn delete_root(path: &Path) -> Result<()> {
     if !path.exists() {
         return Ok(());
     }
-    if zfs::is_root(path) {
-        return zfs::destroy(path);
-    }
-    btrfs(&["subvolume", "delete"], &[path])
+    let deleted = if zfs::is_root(path) { zfs::destroy(path) } else { btrfs(&["subvolume", "delete"], &[path]) };
+    // Somebody else may sweep away the same leftover.
+    if path.exists() { deleted } else { Ok(()) }
 }
 
 /// A root filesystem that goes when this value goes.
