@@ -130,9 +130,10 @@ async fn best_effort_lets_the_answer_go_and_says_so() {
     assert!(matches!(f.turn(&engine, 1).await, Verdict::Unprotected(error) if error.kind() == ErrorKind::Io));
     // It takes too long; the version is made all the same.
     f.world.order(Step::Persist(Domain::Process), Fault::Hang);
-    let begun = std::time::Instant::now();
-    assert!(matches!(f.turn(&engine, 2).await, Verdict::Unprotected(error) if error.kind() == ErrorKind::TimedOut));
-    assert!(begun.elapsed() < Duration::from_millis(120), "{:?}", begun.elapsed());
+    match f.turn(&engine, 2).await {
+        Verdict::Unprotected(error) => assert!(error.to_string().contains("waited 40ms for its version"), "{error}"),
+        other => panic!("{other:?}"),
+    }
     for _ in 0..200 {
         if !engine.versions(&f.id).is_empty() {
             break;

@@ -4,8 +4,6 @@
 
 mod common;
 
-use std::time::Instant;
-
 use common::{Bench, Live, able, assert_changed, assert_unchanged, block_on, run};
 use crab_core::{Change, Evidence, Sandbox, StateDelta, Unknown};
 use crab_inspector::PollingInspector;
@@ -282,23 +280,12 @@ fn frozen_sandboxes_can_be_looked_at() {
 }
 
 #[test]
-fn looking_is_quick() {
+fn any_number_of_files_that_were_rewritten_equal_is_no_change() {
     let Some(mut bench) = bench() else { return };
     bench.sh("mkdir d; for i in $(seq 1000); do echo $i > d/$i; done");
     bench.version();
-    let mut took: Vec<_> = (0..200)
-        .map(|_| {
-            let begin = Instant::now();
-            assert!(bench.take().is_clean());
-            begin.elapsed()
-        })
-        .collect();
-    took.sort();
-    println!("clean: p50 {:?}, p99 {:?}", took[100], took[197]);
     for files in [1, 100, 1000] {
         bench.sh(&format!("for i in $(seq {files}); do echo $i > d/$i; done; sync"));
-        let begin = Instant::now();
         assert_unchanged(&bench.take().filesystem, "rewritten equal");
-        println!("{files} files rewritten equal: {:?}", begin.elapsed());
     }
 }
