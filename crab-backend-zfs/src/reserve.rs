@@ -7,7 +7,6 @@ use std::sync::{Mutex, PoisonError};
 
 use crab_core::{ErrorKind, Result};
 
-use crate::failure;
 use crate::sys::{Calls, Map, Value};
 
 /// Its name inside the dataset of all versions. No sandbox's name begins like that.
@@ -41,9 +40,11 @@ impl Reserve {
                 if !*there {
                     return Err(error);
                 }
-                self.calls
-                    .destroy(&self.dataset)
-                    .map_err(|failed| failure::zfs(format_args!("give {} away", self.dataset), failed))?;
+                if let Err(failed) = self.calls.destroy(&self.dataset) {
+                    // The step's own error says in which condition it left things.
+                    tracing::warn!(dataset = self.dataset, ?failed, "the reserve could not be given away");
+                    return Err(error);
+                }
                 tracing::debug!(dataset = self.dataset, "the pool is full; gave the reserve away");
                 let outcome = step();
                 *there = self.make();

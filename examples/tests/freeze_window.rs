@@ -185,6 +185,7 @@ async fn after_a_kill_in_the_freeze_window_the_sandbox_runs_and_goes_on_running(
         rounds += 1;
     }
     println!("killed {rounds} times: {thawed} times the sandbox had been left frozen");
+    assert!(thawed > 0, "no kill came in a freeze window");
     // And a version can be made.
     let (engine, _) = place.open(&id).await;
     engine.checkpoint(&id).await.unwrap();
