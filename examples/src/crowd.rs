@@ -20,7 +20,7 @@ pub struct Crowd<'a> {
     area: Arc<ScratchArea>,
 }
 
-/// How many sandboxes are launched at once.
+/// How many sandboxes are launched, and looked at and taken down, at once.
 const AT_ONCE: usize = 4;
 
 impl<'a> Crowd<'a> {
@@ -77,13 +77,8 @@ impl<'a> Crowd<'a> {
         });
         let worked = futures_util::future::join_all(works).await;
         at_end();
-        let mut outcomes = Vec::new();
-        for run in worked {
-            outcomes.push(match run {
-                Ok(run) => run.finish().await,
-                Err(error) => Err(error),
-            });
-        }
+        let ends = worked.into_iter().map(|run| async { run?.finish().await });
+        let mut outcomes: Vec<_> = futures_util::stream::iter(ends).buffered(AT_ONCE).collect().await;
         if let Some(service) = service
             && let Err(error) = service.stop().await
         {

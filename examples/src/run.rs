@@ -419,6 +419,8 @@ impl<'a> Run<'a> {
             (self.runner.progress)(&Progress::Responses(self.agent.responses()));
             let results = match self.ask().await? {
                 None => None,
+                // It died after its last command, and nobody has asked it for anything since.
+                Some(asked) if asked.is_empty() && self.killer.is_none() && self.is_dead() => None,
                 Some(asked) if asked.is_empty() && self.killer.is_none() => return Ok(()),
                 // The checkpoint in which the crash was to come did not come: it comes at the end.
                 Some(asked) if asked.is_empty() => {

@@ -86,3 +86,19 @@ async fn less_than_files_and_processes_does_not_end_the_same() {
     }
     assert_eq!(left_for_good("less-"), Vec::<String>::new());
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sandbox_that_dies_after_its_last_command_is_begun_anew_where_nothing_was_saved() {
+    if lacking() {
+        return;
+    }
+    let mut session = Session::ticket_desk().unwrap();
+    session.responses.truncate(4);
+    let runner = runner(session);
+    let truth = runner.truth("last-truth").await.unwrap();
+    let crash = Crash::at(3, Moment::AfterCommand, &mut Numbers(1));
+    let outcome = runner.run("last-restart", Recovery::Restart, Some(crash)).await.unwrap();
+    assert!(outcome.crashed);
+    assert_eq!(outcome.end.differences(&truth.end), Vec::<String>::new());
+    assert_eq!(left_for_good("last-"), Vec::<String>::new());
+}
