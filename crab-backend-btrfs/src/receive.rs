@@ -21,6 +21,10 @@ use crate::send::stream::{Command, Make, Time, damaged};
 use crate::subvolume::Uuid;
 use crate::{failure, ioctl};
 
+/// How many inode numbers are passed over in one stream, for files that were removed before it was made: far more than a
+/// sandbox leaves behind, and some minutes of work. A stream that wants more would keep the disk busy for nothing.
+const PASSED_OVER: u64 = 1 << 24;
+
 /// A subvolume that is being received.
 pub(crate) struct Receiving<'a> {
     root: &'a OwnedFd,
@@ -32,6 +36,8 @@ pub(crate) struct Receiving<'a> {
     directory: Option<(Vec<u8>, OwnedFd)>,
     /// The file that was written last.
     file: Option<(Vec<u8>, File)>,
+    /// How many inode numbers may still be passed over.
+    passes: u64,
     /// Gone when nobody waits for the import any more.
     wanted: Weak<()>,
 }
@@ -44,7 +50,7 @@ impl<'a> Receiving<'a> {
         base: Option<(Uuid, &'a OwnedFd)>,
         wanted: Weak<()>,
     ) -> Self {
-        Self { root, path, uuid, base, directory: None, file: None, wanted }
+        Self { root, path, uuid, base, directory: None, file: None, passes: PASSED_OVER, wanted }
     }
 
     /// Does one command.
@@ -56,12 +62,17 @@ impl<'a> Receiving<'a> {
         };
         match *command {
             Command::Make { path, inode, what } => match self.make_numbered(path, inode, what) {
-                Ok(true) => Ok(()),
-                Ok(false) => Err(Error::new(
+                Ok(Numbered::Made) => Ok(()),
+                Ok(Numbered::Taken) => Err(Error::new(
                     ErrorKind::InvalidInput,
                     "what the stream makes cannot have the inode numbers that it had: the base has given them to others",
                 )
                 .fix("export the whole version, or since one that it comes from")),
+                Ok(Numbered::TooFar) => Err(Error::new(
+                    ErrorKind::InvalidInput,
+                    format!("the stream passes over more than {PASSED_OVER} inode numbers, which are used up one by one"),
+                )
+                .fix("copy the files into a new root, and export that")),
                 Err(errno) => Err(failed("make", path)(errno)),
             },
             Command::Rename { path, to } => {
@@ -181,19 +192,22 @@ impl<'a> Receiving<'a> {
         self.at(to, |directory, to| call(from.as_fd(), name, directory, OsStr::from_bytes(to)))
     }
 
-    /// Makes something that has this inode number, which processes may remember; 0 is any. False where the number was
-    /// given away already.
-    fn make_numbered(&mut self, path: &[u8], inode: u64, what: Make<'_>) -> Result<bool, Errno> {
+    /// Makes something that has this inode number, which processes may remember; 0 is any.
+    fn make_numbered(&mut self, path: &[u8], inode: u64, what: Make<'_>) -> Result<Numbered, Errno> {
         let mut made = self.make(path, what)?;
         if (1..inode).contains(&made) {
             let directory = matches!(what, Make::Directory);
             self.unlink(path, if directory { AtFlags::REMOVEDIR } else { AtFlags::empty() })?;
+            match self.passes.checked_sub(inode - made) {
+                Some(left) => self.passes = left,
+                None => return Ok(Numbered::TooFar),
+            }
             while made < inode - 1 {
                 made = self.use_up_a_number()?;
             }
             made = self.make(path, what)?;
         }
-        Ok(inode == 0 || made == inode)
+        Ok(if inode == 0 || made == inode { Numbered::Made } else { Numbered::Taken })
     }
 
     /// Numbers are given out one after another. A file without a name takes one.
@@ -240,5 +254,46 @@ impl<'a> Receiving<'a> {
             self.file = Some((path.to_vec(), File::from(fd)));
         }
         self.file.as_ref().map(|(_, file)| file).ok_or(Errno::NOENT)
+    }
+}
+
+/// What became of something that was to have a certain inode number.
+enum Numbered {
+    Made,
+    /// The number was given away already.
+    Taken,
+    /// Too many numbers would be used up on the way there. Nothing was made.
+    TooFar,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::subvolume;
+    use crate::support::Pool;
+
+    #[test]
+    fn absurd_inode_numbers_are_refused_before_others_are_used_up() {
+        let Some(pool) = Pool::new() else { return };
+        let path = pool.path().join("received");
+        subvolume::create(&path).unwrap();
+        let (root, wanted) = (subvolume::open(&path).unwrap(), Arc::new(()));
+        let mut receiving = Receiving::new(&root, &path, Uuid([1; 16]), None, Arc::downgrade(&wanted));
+        receiving.passes = 300;
+        let mut make = |name: &str, inode| {
+            receiving.apply(&Command::Make { path: name.as_bytes(), inode, what: Make::File }).map_err(|e| e.kind())
+        };
+        // The first number is 257.
+        assert_eq!(make("a", 400), Ok(()));
+        assert_eq!(make("absurd", u64::MAX / 2), Err(ErrorKind::InvalidInput));
+        assert_eq!(make("b", 540), Ok(()));
+        assert_eq!(make("c", 580), Err(ErrorKind::InvalidInput));
+        let inode = |name: &str| std::fs::metadata(path.join(name)).map(|metadata| metadata.ino()).ok();
+        assert_eq!(["a", "absurd", "b", "c"].map(inode), [Some(400), None, Some(540), None]);
+        std::fs::write(path.join("next"), "").unwrap();
+        assert!(inode("next").is_some_and(|inode| inode < 550), "{:?}", inode("next"));
     }
 }
