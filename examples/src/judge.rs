@@ -14,6 +14,7 @@ use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
 use crate::sandbox::home;
+use crate::session::Judge;
 
 /// What a run ended with.
 #[derive(Clone, Debug, Default)]
@@ -70,13 +71,14 @@ fn first_line(text: &str) -> &str {
     text.lines().next().unwrap_or("")
 }
 
-/// Describes every file below `root`, which is a path of the host. Paths in `ignore` (as seen inside) are described by
-/// their kind only.
+/// Describes every file below `root`, which is a path of the host, but for what the session declares not to be the same
+/// twice: paths to ignore (as seen inside) are described by their kind only, and volatile text is left out of names and
+/// contents.
 ///
 /// # Errors
 /// Where something cannot be read; the tree must be at rest.
-pub fn describe_tree(root: &Path, ignore: &[String]) -> Result<BTreeMap<PathBuf, String>> {
-    let mut tree = BTreeMap::new();
+pub fn describe_tree(root: &Path, judge: &Judge) -> Result<BTreeMap<PathBuf, String>> {
+    let mut tree: BTreeMap<PathBuf, Vec<String>> = BTreeMap::new();
     let mut folders = vec![root.to_owned()];
     while let Some(folder) = folders.pop() {
         let io = |e| Error::io(format!("read {}", folder.display()), e);
@@ -84,18 +86,27 @@ pub fn describe_tree(root: &Path, ignore: &[String]) -> Result<BTreeMap<PathBuf,
             let path = entry.map_err(io)?.path();
             let inside = Path::new("/").join(path.strip_prefix(root).unwrap_or(&path));
             let metadata = fs::symlink_metadata(&path).map_err(|e| Error::io(format!("stat {}", path.display()), e))?;
-            let ignored = ignore.iter().any(|ignored| inside.starts_with(ignored));
-            let described = describe(&path, &inside, &metadata, ignored)?;
-            tree.insert(inside, described);
+            let described = describe(&path, &inside, &metadata, judge)?;
+            let name = match inside.to_str() {
+                Some(inside) => judge.volatile.mask(inside).into_owned().into(),
+                None => inside,
+            };
+            tree.entry(name).or_default().push(described);
             if metadata.is_dir() {
                 folders.push(path);
             }
         }
     }
-    Ok(tree)
+    // Several where only volatile text tells their names apart.
+    let joined = tree.into_iter().map(|(path, mut described)| {
+        described.sort();
+        (path, described.join(", "))
+    });
+    Ok(joined.collect())
 }
 
-fn describe(path: &Path, inside: &Path, metadata: &fs::Metadata, ignored: bool) -> Result<String> {
+fn describe(path: &Path, inside: &Path, metadata: &fs::Metadata, judge: &Judge) -> Result<String> {
+    let ignored = judge.ignore.iter().any(|ignored| inside.starts_with(ignored));
     let io = |e| Error::io(format!("read {}", path.display()), e);
     let kind = metadata.file_type();
     let (kind, content) = if kind.is_dir() {
@@ -103,7 +114,7 @@ fn describe(path: &Path, inside: &Path, metadata: &fs::Metadata, ignored: bool) 
     } else if kind.is_symlink() {
         ("link", fs::read_link(path).map_err(io)?.to_string_lossy().into_owned())
     } else if kind.is_file() {
-        ("file", if ignored { String::new() } else { hash_file(path, inside, metadata).map_err(io)? })
+        ("file", if ignored { String::new() } else { hash_file(path, inside, metadata, judge).map_err(io)? })
     } else if kind.is_fifo() {
         ("fifo", String::new())
     } else if kind.is_socket() {
@@ -118,6 +129,9 @@ fn describe(path: &Path, inside: &Path, metadata: &fs::Metadata, ignored: bool) 
     Ok(format!("{kind} {:o} {}:{} {content}{attributes}", metadata.mode() & 0o7777, metadata.uid(), metadata.gid()))
 }
 
+/// Volatile text is looked for in files of at most so many bytes.
+const MOST_TEXT: usize = 1 << 20;
+
 /// The base's files by inode number, since each run looks at all of them. A snapshot's file with the inode number and the
 /// time of change that the base's has is that file: nobody can set that time.
 static BASE: Mutex<BTreeMap<u64, Known>> = Mutex::new(BTreeMap::new());
@@ -125,12 +139,16 @@ static BASE: Mutex<BTreeMap<u64, Known>> = Mutex::new(BTreeMap::new());
 /// A file's time of change, in seconds and nanoseconds, and the digest of its content.
 type Known = (i64, i64, String);
 
-fn hash_file(path: &Path, inside: &Path, metadata: &fs::Metadata) -> std::io::Result<String> {
+fn hash_file(path: &Path, inside: &Path, metadata: &fs::Metadata, judge: &Judge) -> std::io::Result<String> {
     let in_base = home().join("pool/base").join(inside.strip_prefix("/").unwrap_or(inside));
     let key = |metadata: &fs::Metadata| (metadata.ino(), metadata.ctime(), metadata.ctime_nsec());
     let (number, seconds, nanoseconds) = key(metadata);
     if !fs::symlink_metadata(in_base).is_ok_and(|base| key(&base) == key(metadata)) {
-        return Ok(hash(&fs::read(path)?));
+        let content = fs::read(path)?;
+        return Ok(match std::str::from_utf8(&content) {
+            Ok(text) if content.len() <= MOST_TEXT => hash(judge.volatile.mask(text).as_bytes()),
+            _ => hash(&content),
+        });
     }
     let known = BASE.lock().get(&number).cloned();
     if let Some((_, _, hash)) = known.filter(|(s, ns, _)| (*s, *ns) == (seconds, nanoseconds)) {
@@ -170,7 +188,8 @@ mod tests {
     fn every_kind_of_difference_is_seen() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path();
-        let see = || describe_tree(root, &["/log".to_owned()]).unwrap();
+        let judge = Judge { ignore: vec!["/log".to_owned()], ..Judge::default() };
+        let see = || describe_tree(root, &judge).unwrap();
         fs::write(root.join("file"), "one").unwrap();
         fs::write(root.join("log"), "10:00").unwrap();
         let before = see();
@@ -182,6 +201,22 @@ mod tests {
         assert_eq!(see(), before);
         fs::set_permissions(root.join("file"), std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
         assert_ne!(see(), before, "mode");
+    }
+
+    #[test]
+    fn declared_volatile_text_may_differ_in_names_and_contents() {
+        let judge = Judge { volatile: vec![r"tmp\.\w+".to_owned()].try_into().unwrap(), ..Judge::default() };
+        let see = |names: [&str; 2], content: &str| {
+            let directory = tempfile::tempdir().unwrap();
+            for name in names {
+                fs::write(directory.path().join(name), content).unwrap();
+            }
+            describe_tree(directory.path(), &judge).unwrap()
+        };
+        let first = see(["tmp.a", "tmp.b"], "made tmp.a");
+        assert_eq!(first, see(["tmp.c", "tmp.d"], "made tmp.c"));
+        assert_ne!(first, see(["tmp.c", "d"], "made tmp.c"), "another name");
+        assert_ne!(first, see(["tmp.c", "tmp.d"], "took tmp.c"), "another content");
     }
 
     #[test]

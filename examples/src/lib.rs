@@ -15,3 +15,4 @@ pub mod sandbox;
 pub mod service;
 pub mod session;
 pub mod stand_in;
+pub mod volatile;

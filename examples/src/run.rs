@@ -589,10 +589,11 @@ impl<'a> Run<'a> {
     /// Looks at what the run left, and takes it down.
     pub(crate) async fn finish(mut self) -> Result<Outcome> {
         let mut probes = Vec::new();
-        for probe in &self.runner.session.judge.probes {
+        let judge = self.runner.session.judge.clone();
+        for probe in &judge.probes {
             let options = self.runner.commands.clone();
             let answer = self.exec(probe.clone(), options).await?.unwrap_or_else(|| "(the sandbox is dead)".to_owned());
-            probes.push((probe.clone(), answer));
+            probes.push((probe.clone(), judge.volatile.mask(&answer).into_owned()));
         }
         if let Some(service) = self.service.take() {
             let told = service.release(&self.id).await?;
@@ -604,11 +605,12 @@ impl<'a> Run<'a> {
             }
         }
         self.sandbox.kill()?;
-        let (root, ignore) = (self.sandbox.root(), self.runner.session.judge.ignore.clone());
-        let tree = tokio::task::spawn_blocking(move || describe_tree(&root, &ignore))
+        let (root, conversation) = (self.sandbox.root(), self.agent.messages());
+        let conversation = conversation.iter().map(|message| judge.volatile.mask_value(message)).collect();
+        let tree = tokio::task::spawn_blocking(move || describe_tree(&root, &judge))
             .await
             .map_err(|e| Error::new(ErrorKind::Internal, "the judge broke off").caused_by(e))??;
-        self.outcome.end = EndState { tree, probes, conversation: self.agent.messages().to_vec() };
+        self.outcome.end = EndState { tree, probes, conversation };
         Ok(std::mem::take(&mut self.outcome))
     }
 

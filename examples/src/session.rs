@@ -7,6 +7,8 @@ use crab_core::{Error, ErrorKind, Result};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use crate::volatile::Volatile;
+
 /// A recorded session.
 #[derive(Clone, Debug)]
 pub struct Session {
@@ -31,6 +33,9 @@ pub struct Judge {
     /// Commands whose output shows the state of live processes.
     #[serde(default)]
     pub probes: Vec<String>,
+    /// Text that differs from run to run without any fault, wherever it stands.
+    #[serde(default)]
+    pub volatile: Volatile,
 }
 
 /// Tools that only read.
@@ -162,7 +167,7 @@ impl Session {
 
     /// [Loads](Self::load) a session that was recorded elsewhere. Of the calls that it made at once, only those that read
     /// run at once, since a command may write what another reads; and the judge leaves out git's index, which holds the
-    /// times of the files.
+    /// times of the files, and [volatile text](Volatile::recorded).
     ///
     /// # Errors
     /// Those of [`load`](Self::load).
@@ -172,6 +177,7 @@ impl Session {
             response.parallel &= response.calls.iter().all(|call| READERS.contains(&call.tool.as_str()));
         }
         session.judge.ignore.push(format!("{}/.git/index", session.cwd));
+        session.judge.volatile = Volatile::recorded();
         Ok(session)
     }
 

@@ -35,7 +35,7 @@ async fn play(name: &str, session: &Arc<Session>) -> EndState {
         session.judge.probes.iter().map(|probe| (probe.clone(), sandbox.exec(probe).unwrap().text())).collect();
     sandbox.kill().unwrap();
     EndState {
-        tree: describe_tree(root.path(), &session.judge.ignore).unwrap(),
+        tree: describe_tree(root.path(), &session.judge).unwrap(),
         probes,
         conversation: agent.messages().to_vec(),
     }

@@ -29,12 +29,23 @@ pub(crate) const CHAT_FS: Scheme =
 pub(crate) const FULL: Scheme =
     scheme("full", "files and processes at every turn", Some(Recovery::Crab), Saving::Everything);
 pub(crate) const CRAB: Scheme = scheme("crab", "Crab", Some(Recovery::Crab), Saving::Changed);
-pub(crate) const STRICT: Scheme =
-    scheme("strict", "Crab, every process that ran counts as changed", Some(Recovery::Crab), Saving::Strict);
+pub(crate) const STRICT: Scheme = scheme("strict", "Crab, all that ran counts", Some(Recovery::Crab), Saving::Strict);
 pub(crate) const TOUCHED: Scheme =
-    scheme("touched", "Crab, every file that was touched counts as changed", Some(Recovery::Crab), Saving::Touched);
+    scheme("touched", "Crab, all that was touched counts", Some(Recovery::Crab), Saving::Touched);
 pub(crate) const IN_ORDER: Scheme =
     scheme("in_order", "Crab without the urgent queue", Some(Recovery::Crab), Saving::InOrder);
 
 /// All of them, in the order in which they are shown.
 pub(crate) const ALL: [Scheme; 9] = [NONE, RESTART, CHAT_ONLY, CHAT_FS, FULL, CRAB, STRICT, TOUCHED, IN_ORDER];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_fit_beside_the_bars() {
+        for scheme in ALL {
+            assert!(scheme.label.len() <= 36, "{}", scheme.label);
+        }
+    }
+}
