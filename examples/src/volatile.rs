@@ -15,7 +15,7 @@ const RECORDED: [&str; 10] = [
     // Times of day, as in `ls -l` and in time stamps, and seconds, milliseconds or nanoseconds since 1970.
     r"(\b|T)\d\d?:\d\d(:\d\d)?([.,]\d+)?Z?\b",
     r"\b1[78]\d{8}(\d{3}|\d{6}|\d{9}|\.\d+)?\b",
-    r"\b20\d{6}-?T?\d{6}\b",
+    r"\b20\d{6}-?T?\d{6}Z?\b",
     // How long something took.
     r"\d+(\.\d+)?\s?(ns|us|µs|ms|s|sec|secs|seconds)\b",
     // What `mktemp` and Python's `tempfile` make up.
@@ -92,6 +92,7 @@ mod tests {
             ("-rw-r--r-- 1 root root 858 Nov 30 19:08 a", "-rw-r--r-- 1 root root 858 Nov 30 19:07 a"),
             ("at 2026-11-30T19:08:48Z", "at 2026-11-30T19:08:35.123Z"),
             ("1796065728", "1796065731.25"),
+            ("20261130T193455Z", "20261130T193431Z"),
             ("Ran 3 tests in 0.003s", "Ran 3 tests in 1.2s"),
             ("real\t0m0.003s", "real\t0m0.004s"),
             ("/tmp/tmp.5QcAVBKSfu/x", "/tmp/tmp.0aAVBKSfuQ/x"),
