@@ -17,6 +17,10 @@ const HOP_BY_HOP: [HeaderName; 9] = [
 /// Removes what concerns this connection only: the fixed set, and whatever `Connection` names. `TE: trailers` stays,
 /// since trailers are forwarded.
 pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
+    // Most messages have none of them, and looking is cheaper than removing.
+    if !headers.keys().any(|name| HOP_BY_HOP.contains(name)) {
+        return;
+    }
     let wants_trailers = headers.get_all(header::TE).iter().any(|value| lists(value, "trailers"));
     let named: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crab_core::SandboxId;
+use futures_util::FutureExt as _;
 use http::header::{self, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, Response, StatusCode, Version};
@@ -316,18 +317,21 @@ impl Shared {
                 turns.attend(&asked.sandbox, number, &gate, hold).await;
             }
         };
-        // First the work: the request goes to the model before anything else is done. In boxes, since a task that is
-        // spawned is moved about several times.
-        match ticket.work.clone() {
-            Work::Nothing => {}
-            Work::Ask => self.turns.spawn(Box::pin(async move {
+        // First the work: the request goes to the model before anything else is done.
+        let mut work: Pin<Box<dyn Future<Output = ()> + Send>> = match ticket.work.clone() {
+            Work::Nothing => return,
+            Work::Ask => Box::pin(async move {
                 let ask = pin!(driver.ask(response));
                 tokio::join!(biased; ask, attend);
-            })),
-            Work::Replay { from, link } => self.turns.spawn(Box::pin(async move {
+            }),
+            Work::Replay { from, link } => Box::pin(async move {
                 let replay = pin!(driver.replay(from, link));
                 tokio::join!(biased; replay, attend);
-            })),
+            }),
+        };
+        // Here and now as far as it gets, so that the request is on its way before a task is made.
+        if work.as_mut().now_or_never().is_none() {
+            self.turns.spawn(work);
         }
     }
 }

@@ -101,7 +101,7 @@ pub(crate) fn test(arguments: &[String]) -> Result<ExitCode, String> {
 /// `cargo xtask bench NAME [--json FILE]`: setup, then one bench, built for speed.
 pub(crate) fn bench(arguments: &[String]) -> Result<ExitCode, String> {
     ready()?;
-    release("crab-benches", "crab-bench", arguments)
+    optimized("bench", "crab-benches", "crab-bench", arguments)
 }
 
 /// `cargo xtask demo [ARGS...]`: setup, then the demo, built for speed.
@@ -131,8 +131,13 @@ pub(crate) fn eval(arguments: &[String]) -> Result<ExitCode, String> {
 
 /// Builds a program of the workspace for speed and runs it.
 fn release(package: &str, program: &str, arguments: &[String]) -> Result<ExitCode, String> {
+    optimized("release", package, program, arguments)
+}
+
+/// The same under one of the profiles in `Cargo.toml`.
+fn optimized(profile: &str, package: &str, program: &str, arguments: &[String]) -> Result<ExitCode, String> {
     let status = cargo()
-        .args(["run", "--release", "--package", package, "--bin", program, "--"])
+        .args(["run", "--profile", profile, "--package", package, "--bin", program, "--"])
         .args(arguments)
         .status()
         .map_err(|error| format!("cannot start cargo: {error}"))?;

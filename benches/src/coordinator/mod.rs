@@ -3,9 +3,8 @@
 //! Client and model are threads of this process; each proxy is a process of its own with one thread that serves, as
 //! nginx has. One request after the other goes each way in turn, so that the machine's moods hit all ways alike.
 //!
-//! Release builds keep cargo's own settings. The coordinator's time goes into much code that is run once a request, so
-//! it gains where all crates are optimized as one: `CARGO_PROFILE_RELEASE_LTO=fat CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1`
-//! in the environment saves a tenth of the instructions of a request, and costs minutes of building.
+//! Benches are built with all crates optimized as one (`[profile.bench]`), as the crate's documentation advises where
+//! microseconds count: it saves a tenth of a request's instructions.
 
 mod client;
 mod model;

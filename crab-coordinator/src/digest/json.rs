@@ -4,11 +4,8 @@
 //! members of the objects that are still open. Numbers count as written (`1.0` is not `1`): a client that sends the
 //! same request again writes them the same way.
 
-use sha2::{Digest as _, Sha256};
-
 use super::ConversationShape;
-
-type Hash = [u8; 32];
+use super::hash::{Hash, Hasher};
 
 const MAX_DEPTH: usize = 512;
 /// Members of open objects and elements of the history that are remembered at once: 64 MB at the most.
@@ -22,7 +19,7 @@ const MODEL_HEAD: usize = 128;
 #[derive(Debug)]
 enum Open {
     Object { members: Vec<(Hash, Hash)>, key: Option<Key> },
-    Array { hasher: Sha256, is_history: bool },
+    Array { hasher: Hasher, is_history: bool },
 }
 
 #[derive(Debug)]
@@ -67,7 +64,7 @@ pub(super) struct JsonDigest {
     history: Vec<Hash>,
     model: Option<String>,
     // The scalar being read.
-    string: Sha256,
+    string: Hasher,
     string_is_key: bool,
     head: Vec<u8>,
     unicode: u16,
@@ -85,7 +82,7 @@ impl JsonDigest {
             root: None,
             history: Vec::new(),
             model: None,
-            string: Sha256::new(),
+            string: Hasher::new(b's'),
             string_is_key: false,
             head: Vec::new(),
             unicode: 0,
@@ -195,9 +192,7 @@ impl JsonDigest {
                     [Open::Object { key: Some(key), .. }]
                         if self.shape.history.iter().any(|name| key.head == name.as_bytes())
                 );
-                let mut hasher = Sha256::new();
-                hasher.update(b"[");
-                self.open.push(Open::Array { hasher, is_history });
+                self.open.push(Open::Array { hasher: Hasher::new(b'['), is_history });
                 State::FirstElement
             }
             b'"' => self.begin_string(false),
@@ -214,8 +209,7 @@ impl JsonDigest {
     }
 
     fn begin_string(&mut self, is_key: bool) -> State {
-        self.string = Sha256::new();
-        self.string.update(b"s");
+        self.string = Hasher::new(b's');
         self.string_is_key = is_key;
         self.head.clear();
         State::InString
@@ -223,7 +217,7 @@ impl JsonDigest {
 
     fn end_string(&mut self) -> State {
         self.flush_surrogate();
-        let hash: Hash = self.string.finalize_reset().into();
+        let hash = std::mem::replace(&mut self.string, Hasher::new(b's')).finish();
         if !self.string_is_key {
             if self.is_model() && self.head.len() <= MODEL_HEAD {
                 self.model = String::from_utf8(std::mem::take(&mut self.head)).ok();
@@ -325,15 +319,14 @@ impl JsonDigest {
                 self.remembered -= members.len();
                 // Stable: of equal keys the order stays, since it decides which one a reader believes.
                 members.sort_by_key(|member| member.0);
-                let mut hasher = Sha256::new();
-                hasher.update(b"{");
+                let mut hasher = Hasher::new(b'{');
                 for (key, value) in members {
-                    hasher.update(key);
-                    hasher.update(value);
+                    hasher.update(&key);
+                    hasher.update(&value);
                 }
-                hasher.finalize().into()
+                hasher.finish()
             }
-            Some(Open::Array { hasher, .. }) => hasher.finalize().into(),
+            Some(Open::Array { hasher, .. }) => hasher.finish(),
             None => return State::Invalid,
         };
         self.value(hash)
@@ -357,7 +350,7 @@ impl JsonDigest {
                 }
             }
             Some(Open::Array { hasher, is_history }) => {
-                hasher.update(hash);
+                hasher.update(&hash);
                 if *is_history {
                     self.history.push(hash);
                     self.remembered += 1;
@@ -386,10 +379,9 @@ fn plain_run(text: &[u8]) -> usize {
 }
 
 fn tagged(tag: u8, bytes: &[u8]) -> Hash {
-    let mut hasher = Sha256::new();
-    hasher.update([tag]);
+    let mut hasher = Hasher::new(tag);
     hasher.update(bytes);
-    hasher.finalize().into()
+    hasher.finish()
 }
 
 fn is_number_byte(byte: u8) -> bool {

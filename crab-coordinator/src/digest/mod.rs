@@ -4,11 +4,12 @@
 //! the **request key**, over everything the request says, by which a retry is known, and the **conversation**, a chain
 //! over the elements of the history, by which a version says what its agent had heard.
 
+mod hash;
 mod json;
 
 use crab_core::Digest;
-use sha2::{Digest as _, Sha256};
 
+use hash::Hasher;
 use json::JsonDigest;
 
 /// Which members of a request's body are its history, and which say nothing about the question.
@@ -41,7 +42,7 @@ pub struct RequestHasher(Kind);
 #[derive(Debug)]
 enum Kind {
     Json(Box<JsonDigest>),
-    Opaque(Sha256),
+    Opaque(Box<Hasher>),
 }
 
 impl RequestHasher {
@@ -55,7 +56,7 @@ impl RequestHasher {
     /// conversation is unknown.
     #[must_use]
     pub fn opaque() -> Self {
-        Self(Kind::Opaque(Sha256::new()))
+        Self(Kind::Opaque(Box::new(Hasher::new(b'o'))))
     }
 
     /// Takes the next piece, of any size.
@@ -72,15 +73,15 @@ impl RequestHasher {
     pub fn finish(self) -> Option<RequestDigest> {
         let (root, history, model) = match self.0 {
             Kind::Json(json) => json.finish()?,
-            Kind::Opaque(hasher) => (hasher.finalize().into(), Vec::new(), None),
+            Kind::Opaque(hasher) => (hasher.finish(), Vec::new(), None),
         };
         let mut prefixes = Vec::with_capacity(history.len());
         let mut chain = [0; 32];
         for element in &history {
-            let mut hasher = Sha256::new();
-            hasher.update(chain);
+            let mut hasher = Hasher::new(b'c');
+            hasher.update(&chain);
             hasher.update(element);
-            chain = hasher.finalize().into();
+            chain = hasher.finish();
             prefixes.push(Digest(chain));
         }
         Some(RequestDigest { body: Digest(root), conversation: prefixes.last().copied(), prefixes, model })
@@ -89,11 +90,11 @@ impl RequestHasher {
 
 /// The key under which a turn's answer is journaled: the same question to the same endpoint.
 pub(crate) fn request_key(provider: &str, path: &str, body: Digest) -> Digest {
-    let mut hasher = Sha256::new();
+    let mut hasher = Hasher::new(b'k');
     for part in [provider, path] {
-        hasher.update((part.len() as u64).to_le_bytes());
-        hasher.update(part);
+        hasher.update(&(part.len() as u64).to_le_bytes());
+        hasher.update(part.as_bytes());
     }
-    hasher.update(body.0);
-    Digest(hasher.finalize().into())
+    hasher.update(&body.0);
+    Digest(hasher.finish())
 }

@@ -7,13 +7,14 @@
 //! Pieces are handed on as they come, since holding them for the disk would take the life out of a stream. Only the
 //! last one waits until the answer is whole and durable in the journal. Which one is the last is known from the framing
 //! (the declared length is reached, or the end follows at once), and for event streams from the event that ends an
-//! answer: its piece is held for at most [`LAST_PATIENCE`] to see the end follow. While a gate is closed all this costs
+//! answer: its piece is held for at most [`LAST_PATIENCE`] to see the end follow, those before it not at all. While a gate is closed all this costs
 //! the agent nothing.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::path::PathBuf;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -126,6 +127,11 @@ impl Driver {
                     scan.update(&data);
                     self.append(&mut writer, &data).await;
                     held = Some(data);
+                    if !scan.may_end() {
+                        // Whatever follows, this is not the end of a whole answer.
+                        self.release(&mut held).await;
+                        give_way().await;
+                    }
                 }
                 Some(Ok(Err(frame))) => trailers = frame.into_trailers().ok(),
                 Some(Err(error)) => {
@@ -151,6 +157,7 @@ impl Driver {
         }
         self.release(&mut held).await;
         self.recording.finish(End::Whole(trailers));
+        give_way().await;
     }
 
     async fn release(&self, held: &mut Option<Bytes>) {
@@ -251,6 +258,19 @@ impl Driver {
     }
 }
 
+/// Lets those go first that were woken: what they have to hand on is waited for, what follows here is not.
+async fn give_way() {
+    let mut gave_way = false;
+    poll_fn(|cx| {
+        if std::mem::replace(&mut gave_way, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
 fn nobody_waits() -> End {
     End::Broken("nobody waited for it any more".into())
 }
@@ -318,6 +338,11 @@ impl Scan {
             Splitter::Sse(splitter) => splitter.update(data, each),
             Splitter::Lines(splitter) => splitter.update(data, |line| each(SseEvent { name: b"", data: line })),
         }
+    }
+
+    /// Whether a whole answer may end here.
+    fn may_end(&self) -> bool {
+        self.events.is_none() || self.complete
     }
 
     fn is_last(&self) -> bool {
