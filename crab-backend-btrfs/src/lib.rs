@@ -26,7 +26,10 @@
 //!   Mounts in a foreign namespace that outlived its tasks are not seen.
 //! - Where the quota of the subvolume in which the versions stand is used up, btrfs refuses removals too, until the
 //!   quota is raised. A sandbox's own quota stops only the sandbox; the root that a restore makes has none.
-//! - An import that was cut short is begun anew: btrfs cannot send a stream from its middle.
+//! - An import that was cut short is begun anew. The kernel sends a subvolume only from its beginning, so the sending host
+//!   would read all of it again; and the receiving one would have to know which command was the last that reached the
+//!   disk, since most (rename, link, unlink) cannot be done twice, and btrfs keeps no such note. Incremental exports keep
+//!   the streams short.
 
 mod backend;
 mod busy;

@@ -11,7 +11,7 @@ functions=(
   lzc_hold lzc_release
   lzc_exists
   lzc_channel_program lzc_channel_program_nosync
-  lzc_send lzc_receive
+  lzc_send_resume lzc_receive_resumable
   nvlist_alloc nvlist_free nvlist_next_nvpair
   nvlist_add_boolean nvlist_add_boolean_value nvlist_add_int32 nvlist_add_int64 nvlist_add_uint64
   nvlist_add_string nvlist_add_nvlist

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use crab_backend_files::{Steps, Straight, blocking};
 use crab_core::{
-    Artifact, ByteStream, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, ErrorKind,
-    ExportRequest, FileChanges, ImportRequest, RestoreTarget, Restored, Result, SandboxId, Space,
+    Artifact, ArtifactId, ByteStream, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error,
+    ErrorKind, ExportRequest, FileChanges, ImportRequest, RestoreTarget, Restored, Result, ResumeToken, SandboxId,
+    Space,
 };
 
 use crate::capture::{self, nested};
@@ -105,7 +106,8 @@ impl CheckpointBackend for ZfsBackend {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::default().with_keeps_replaced().with_forks().with_diffs().with_accounts().with_exports()
+        let capabilities = Capabilities::default().with_keeps_replaced().with_forks().with_diffs().with_accounts();
+        capabilities.with_exports().with_resumes()
     }
 
     async fn recover(&self) -> Result<()> {
@@ -169,9 +171,15 @@ impl CheckpointBackend for ZfsBackend {
         transfer::export(&self.versions, request).await
     }
 
-    /// As the contract says. An import that was cut short is begun anew.
+    /// As the contract says. What came through before a stream broke off is kept for a week at least; then a recovery
+    /// removes it.
     async fn import(&self, request: ImportRequest<'_>) -> Result<Artifact> {
         transfer::import(&self.versions, request).await
+    }
+
+    async fn resume_token(&self, sandbox: &SandboxId, artifact: &ArtifactId) -> Result<Option<ResumeToken>> {
+        let (versions, sandbox, artifact) = (Arc::clone(&self.versions), sandbox.clone(), artifact.clone());
+        blocking::run(move || transfer::resume_token(&versions, &sandbox, &artifact)).await
     }
 
     async fn space(&self, artifact: &Artifact) -> Result<Space> {
@@ -196,6 +204,8 @@ fn remove(versions: &Versions, artifact: &Artifact) -> Result<()> {
             versions.pool().finish(&Finish { home: &home, ..Finish::default() })?;
         }
         versions.reserve.restock();
+    } else {
+        transfer::give_up(versions, &artifact.sandbox, &artifact.id)?;
     }
     Ok(())
 }
@@ -228,7 +238,7 @@ fn recover(versions: &Versions, restorer: &Restorer) -> Result<()> {
     }
     for sandbox in &homes {
         let _locked = versions.lock([sandbox]);
-        if let Err(error) = transfer::give_up(versions, sandbox) {
+        if let Err(error) = transfer::recover(versions, sandbox, transfer::KEPT) {
             note(&format!("the imports of {sandbox}"), error);
         }
         if let Err(error) = versions.pool().finish(&Finish { home: &versions.home(sandbox), ..Finish::default() }) {
@@ -248,7 +258,7 @@ fn delete_root(versions: &Versions, restorer: &Restorer, sandbox: &SandboxId, ro
     if let Some(child) = about.children.first() {
         return Err(nested(&place, child));
     }
-    let ours = pool.find_everything()?;
+    let ours = pool.find_below(&place.dataset)?;
     if let Some(foreign) = about.snapshots.iter().find(|name| !ours.iter().any(|found| found.name == **name)) {
         let message = format!("the root {} has a snapshot that is not Crab's: {foreign}", place.path.display());
         return Err(Error::new(ErrorKind::Busy, message).fix("destroy it first"));

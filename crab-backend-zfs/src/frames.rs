@@ -1,7 +1,8 @@
 //! An exported version as bytes: ZFS's own stream in frames, each of which is checked before ZFS sees it.
 //!
 //! ```text
-//! "CRABZFS1"  the guid of the base or 0 (u64)  the guid of the version (u64)  1 where the blocks are encrypted, else 0 (u64)
+//! "CRABZFS2"  the guid of the base or 0 (u64)  the guid of the version (u64)  1 where the blocks are encrypted, else 0 (u64)
+//!             where it begins: the object (u64) and the offset in it (u64), or 0 and 0
 //! frames:     the count of bytes (u32)  SHA-256 of the hash before and the bytes  the bytes
 //! the end:    a count of 0              SHA-256 of the hash before
 //! ```
@@ -12,8 +13,8 @@
 use crab_core::{ByteStream, Error, ErrorKind, Result};
 use sha2::{Digest, Sha256};
 
-const MAGIC: &[u8; 8] = b"CRABZFS1";
-const BEGINNING: usize = 32;
+const MAGIC: &[u8; 8] = b"CRABZFS2";
+const BEGINNING: usize = 48;
 const HEAD: usize = 4 + HASH;
 const HASH: usize = 32;
 /// The most bytes of one frame that are believed.
@@ -28,6 +29,8 @@ pub(crate) struct Beginning {
     pub(crate) version: u64,
     /// Its blocks are as they are on an encrypted disk.
     pub(crate) raw: bool,
+    /// It begins at this object and offset, where another stream of the version broke off; `None` for the beginning.
+    pub(crate) from: Option<(u64, u64)>,
 }
 
 /// Puts a stream into frames.
@@ -42,6 +45,9 @@ impl Writer {
         bytes.extend(beginning.base.unwrap_or(0).to_le_bytes());
         bytes.extend(beginning.version.to_le_bytes());
         bytes.extend(u64::from(beginning.raw).to_le_bytes());
+        let (object, offset) = beginning.from.unwrap_or((0, 0));
+        bytes.extend(object.to_le_bytes());
+        bytes.extend(offset.to_le_bytes());
         (Self { hash: Sha256::digest(&bytes).into() }, bytes)
     }
 
@@ -90,7 +96,8 @@ impl<'a> Reader<'a> {
         };
         this.hash = Sha256::digest(&beginning).into();
         let base = Some(number(8)).filter(|guid| *guid != 0);
-        Ok((this, Beginning { base, version: number(16), raw: number(24) != 0 }))
+        let from = Some((number(32), number(40))).filter(|(object, _)| *object != 0);
+        Ok((this, Beginning { base, version: number(16), raw: number(24) != 0, from }))
     }
 
     /// The bytes of the next frame; `None` at the end, after which nothing may follow.
@@ -175,17 +182,17 @@ mod tests {
     proptest! {
         #[test]
         fn what_was_written_is_read_however_it_arrives(
-            base: Option<u64>, version: u64, raw: bool, piece in 1..90_usize,
+            base: Option<u64>, version: u64, raw: bool, from: Option<(u64, u64)>, piece in 1..90_usize,
             frames in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..60), 0..6),
         ) {
-            let beginning = Beginning { base: base.filter(|guid| *guid != 0), version, raw };
+            let beginning = Beginning { base: base.filter(|guid| *guid != 0), version, raw, from: from.filter(|(object, _)| *object != 0) };
             let bytes = written(beginning, &frames);
             prop_assert_eq!(read(&bytes, piece).unwrap(), (beginning, frames));
         }
 
         #[test]
         fn every_damage_is_seen(bit in 0..8_u32, frames in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..9), 1..4)) {
-            let bytes = written(Beginning { base: None, version: 7, raw: false }, &frames);
+            let bytes = written(Beginning { base: None, version: 7, raw: false, from: None }, &frames);
             for at in 0..bytes.len() {
                 let mut damaged = bytes.clone();
                 damaged[at] ^= 1 << bit;

@@ -25,7 +25,6 @@
 //! - Of what was set on a root itself, the common properties go with it at a restore (quotas, reservations, record size,
 //!   mount point, compression and access); others should be set above it, where they are inherited.
 //! - A version is readable as a path only while the dataset that it is on is mounted.
-//! - An import that was cut short is begun anew. ZFS could go on from where it was; this backend does not make use of it.
 //! - A root that is an encryption root of its own can be captured and not restored: ZFS does not let its clone leave it.
 //!   Roots and versions belong below one encryption root.
 //! - A host deletes a root by [`ZfsBackend::delete_root`], since versions are snapshots of it.
@@ -47,6 +46,7 @@ mod reserve;
 mod restore;
 #[cfg(test)]
 mod restore_cut_short;
+mod resume;
 mod sys;
 mod transfer;
 mod versions;

@@ -7,6 +7,7 @@ use crab_core::{ArtifactId, Error, ErrorKind, Result, SandboxId};
 
 use crate::failure;
 use crate::properties;
+use crate::resume::Point;
 use crate::sys::{Calls, Failed, Map, Value};
 
 const LOOK: &str = include_str!("programs/look.lua");
@@ -52,6 +53,10 @@ pub(crate) struct Dataset {
     pub(crate) journal: Option<String>,
     /// What wrote it, on the dataset of all versions.
     pub(crate) format: Option<String>,
+    /// When it was made, in seconds since 1970.
+    pub(crate) created: u64,
+    /// From where what it received a part of can be continued.
+    pub(crate) resume: Option<Point>,
     /// Datasets inside it, by their whole names.
     pub(crate) children: Vec<String>,
     /// Its snapshots, by their whole names.
@@ -146,16 +151,16 @@ fn number(map: &Map, name: &str) -> u64 {
     map.get(name).and_then(Value::number).unwrap_or_default()
 }
 
+/// A number for a name, since names in ZFS are short: FNV-1a.
+pub(crate) fn number_for(bytes: impl IntoIterator<Item = u8>) -> u64 {
+    bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
 /// The beginning of the names of a sandbox's snapshots. Sandbox and store are in it, since promoting a fork brings
-/// snapshots of two sandboxes into one dataset, and by a number, since names in ZFS are short.
+/// snapshots of two sandboxes into one dataset. A collision of two sandboxes and an artifact's name would be refused as
+/// taken.
 fn prefix(base: u64, sandbox: &SandboxId) -> String {
-    // FNV-1a. A collision of two sandboxes and an artifact's name would be refused as taken.
-    let number = base
-        .to_le_bytes()
-        .iter()
-        .chain(sandbox.as_str().as_bytes())
-        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3));
-    format!("crab-{number:016x}-")
+    format!("crab-{:016x}-", number_for(base.to_le_bytes().into_iter().chain(sandbox.as_str().bytes())))
 }
 
 /// A property that ZFS shows as `on` or as 1.
@@ -178,6 +183,8 @@ impl Dataset {
             clone: text(map, "clone"),
             journal: text(map, "journal"),
             format: text(map, "format"),
+            created: number(map, "created"),
+            resume: text(map, "resume").as_deref().and_then(Point::of_zfs),
             children: keys(map.get("children")),
             snapshots: keys(map.get("snapshots")),
             carried: map.get("carried").and_then(Value::map).cloned().unwrap_or_default(),
@@ -284,14 +291,19 @@ impl Pool {
 
     /// All snapshots of a sandbox that were taken and not removed, wherever in the pool they are.
     pub(crate) fn find_all(&self, sandbox: &SandboxId) -> Result<Vec<Found>> {
-        let mut found = self.find(&prefix(self.base, sandbox), None)?;
+        let mut found = self.find(&prefix(self.base, sandbox), &self.name, None)?;
         found.retain(|found| found.sandbox == *sandbox && !found.removed);
         Ok(found)
     }
 
     /// All snapshots of the store, removed ones too.
     pub(crate) fn find_everything(&self) -> Result<Vec<Found>> {
-        self.find("crab-", None)
+        self.find("crab-", &self.name, None)
+    }
+
+    /// Those of them that are of one dataset, or of others below it.
+    pub(crate) fn find_below(&self, dataset: &str) -> Result<Vec<Found>> {
+        self.find("crab-", dataset, None)
     }
 
     /// One snapshot, wherever it is; first where it is likely to be. Removed ones too.
@@ -304,16 +316,15 @@ impl Pool {
         let name = format!("{}{artifact}", prefix(self.base, sandbox));
         let is_it = |found: &Found| found.sandbox == *sandbox && found.artifact == *artifact;
         if let Some(dataset) = likely.filter(|dataset| pool_of(dataset) == self.name)
-            && let Some(found) = self.find(&name, Some(dataset))?.into_iter().find(is_it)
+            && let Some(found) = self.find(&name, dataset, Some(dataset))?.into_iter().find(is_it)
         {
             return Ok(Some(found));
         }
-        Ok(self.find(&name, None)?.into_iter().find(is_it))
+        Ok(self.find(&name, &self.name, None)?.into_iter().find(is_it))
     }
 
-    fn find(&self, prefix: &str, exact: Option<&str>) -> Result<Vec<Found>> {
-        let mut arguments =
-            Map::from([("prefix".to_owned(), prefix.into()), ("below".to_owned(), self.name.as_str().into())]);
+    fn find(&self, prefix: &str, below: &str, exact: Option<&str>) -> Result<Vec<Found>> {
+        let mut arguments = Map::from([("prefix".to_owned(), prefix.into()), ("below".to_owned(), below.into())]);
         if let Some(dataset) = exact {
             arguments.insert("exact".to_owned(), Value::Map(names([dataset])));
         }

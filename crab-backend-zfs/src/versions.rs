@@ -6,8 +6,8 @@
 //!   BASE/SANDBOX              crab:restore, the journal of the last restore into this sandbox
 //!     BASE/SANDBOX/next       crab:clone; the clone that a restore puts in the place of the root
 //!     BASE/SANDBOX/old-GUID   what was the root before a restore, while versions stand on it
-//!     BASE/SANDBOX/in-GUID-N    an imported version
-//!     BASE/SANDBOX/incoming-GUID  one that is being imported
+//!     BASE/SANDBOX/in-GUID      an imported version
+//!     BASE/SANDBOX/incoming-N   one that is being imported; the number is for the artifact's name
 //! ROOT@crab-NUMBER-ARTIFACT   crab:base, crab:sandbox, crab:artifact: a version, wherever its dataset is
 //! ```
 //!

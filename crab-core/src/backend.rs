@@ -292,12 +292,14 @@ pub trait CheckpointBackend: Send + Sync {
     }
 
     /// Makes an artifact of what [`export`](Self::export) gave, here or on another host. It is durable when this
-    /// returns, and is listed only then. Dropping the future gives the import up. Files keep their inode numbers, by
+    /// returns, and is listed only then. Dropping the future breaks the stream off. Files keep their inode numbers, by
     /// which processes that are restored beside them know them.
     ///
     /// # Errors
-    /// Nothing is left that [`list`](Self::list) names; with [`Capabilities::resumes`] what came through stays until it
-    /// is continued or [removed](Self::remove) by its name, else nothing is left at all.
+    /// Nothing is left that [`list`](Self::list) names. With [`Capabilities::resumes`], what came through of a stream that
+    /// broke off stays, also when the process ends, until an import of the name continues it or begins anew, or it is
+    /// [removed](Self::remove) by its name; where none of that happens, a [recovery](Self::recover) removes it some days
+    /// later. Else nothing is left at all.
     /// [`ErrorKind::AlreadyExists`](crate::ErrorKind::AlreadyExists) where the name is taken,
     /// [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt) where the stream is damaged or ends early,
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where the base is missing or another one,
@@ -306,8 +308,9 @@ pub trait CheckpointBackend: Send + Sync {
         Err(unsupported(self.name(), "import artifacts"))
     }
 
-    /// From where an import of this name that was cut short can be continued; `None` where there is nothing to
-    /// continue.
+    /// From where an import of this name that was cut short can be continued, for [`ExportRequest::resume`]; `None`
+    /// where there is nothing to continue. The stream that is exported so goes to another [`import`](Self::import) with
+    /// the same name and base.
     ///
     /// # Errors
     /// Where that cannot be told.

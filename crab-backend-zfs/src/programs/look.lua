@@ -11,6 +11,8 @@ for name in pairs(args.names) do
             clone = (zfs.get_prop(name, "crab:clone")),
             journal = (zfs.get_prop(name, "crab:restore")),
             format = (zfs.get_prop(name, "crab:format")),
+            created = (zfs.get_prop(name, "creation")),
+            resume = (zfs.get_prop(name, "receive_resume_token")),
             children = {},
             snapshots = {},
             carried = {},

@@ -138,13 +138,15 @@ pub struct LibZfsCore {
         arg3: *mut *mut nvlist_t,
     ) -> ::std::os::raw::c_int,
     pub lzc_release: unsafe extern "C" fn(arg1: *mut nvlist_t, arg2: *mut *mut nvlist_t) -> ::std::os::raw::c_int,
-    pub lzc_send: unsafe extern "C" fn(
+    pub lzc_send_resume: unsafe extern "C" fn(
         arg1: *const ::std::os::raw::c_char,
         arg2: *const ::std::os::raw::c_char,
         arg3: ::std::os::raw::c_int,
         arg4: lzc_send_flags,
+        arg5: u64,
+        arg6: u64,
     ) -> ::std::os::raw::c_int,
-    pub lzc_receive: unsafe extern "C" fn(
+    pub lzc_receive_resumable: unsafe extern "C" fn(
         arg1: *const ::std::os::raw::c_char,
         arg2: *mut nvlist_t,
         arg3: *const ::std::os::raw::c_char,
@@ -213,8 +215,8 @@ impl LibZfsCore {
         let lzc_destroy_snaps = unsafe { __library.get(b"lzc_destroy_snaps\0") }.map(|sym| *sym)?;
         let lzc_hold = unsafe { __library.get(b"lzc_hold\0") }.map(|sym| *sym)?;
         let lzc_release = unsafe { __library.get(b"lzc_release\0") }.map(|sym| *sym)?;
-        let lzc_send = unsafe { __library.get(b"lzc_send\0") }.map(|sym| *sym)?;
-        let lzc_receive = unsafe { __library.get(b"lzc_receive\0") }.map(|sym| *sym)?;
+        let lzc_send_resume = unsafe { __library.get(b"lzc_send_resume\0") }.map(|sym| *sym)?;
+        let lzc_receive_resumable = unsafe { __library.get(b"lzc_receive_resumable\0") }.map(|sym| *sym)?;
         let lzc_exists = unsafe { __library.get(b"lzc_exists\0") }.map(|sym| *sym)?;
         let lzc_rename = unsafe { __library.get(b"lzc_rename\0") }.map(|sym| *sym)?;
         let lzc_destroy = unsafe { __library.get(b"lzc_destroy\0") }.map(|sym| *sym)?;
@@ -246,8 +248,8 @@ impl LibZfsCore {
             lzc_destroy_snaps,
             lzc_hold,
             lzc_release,
-            lzc_send,
-            lzc_receive,
+            lzc_send_resume,
+            lzc_receive_resumable,
             lzc_exists,
             lzc_rename,
             lzc_destroy,
@@ -396,16 +398,18 @@ impl LibZfsCore {
     pub unsafe fn lzc_release(&self, arg1: *mut nvlist_t, arg2: *mut *mut nvlist_t) -> ::std::os::raw::c_int {
         unsafe { (self.lzc_release)(arg1, arg2) }
     }
-    pub unsafe fn lzc_send(
+    pub unsafe fn lzc_send_resume(
         &self,
         arg1: *const ::std::os::raw::c_char,
         arg2: *const ::std::os::raw::c_char,
         arg3: ::std::os::raw::c_int,
         arg4: lzc_send_flags,
+        arg5: u64,
+        arg6: u64,
     ) -> ::std::os::raw::c_int {
-        unsafe { (self.lzc_send)(arg1, arg2, arg3, arg4) }
+        unsafe { (self.lzc_send_resume)(arg1, arg2, arg3, arg4, arg5, arg6) }
     }
-    pub unsafe fn lzc_receive(
+    pub unsafe fn lzc_receive_resumable(
         &self,
         arg1: *const ::std::os::raw::c_char,
         arg2: *mut nvlist_t,
@@ -414,7 +418,7 @@ impl LibZfsCore {
         arg5: boolean_t,
         arg6: ::std::os::raw::c_int,
     ) -> ::std::os::raw::c_int {
-        unsafe { (self.lzc_receive)(arg1, arg2, arg3, arg4, arg5, arg6) }
+        unsafe { (self.lzc_receive_resumable)(arg1, arg2, arg3, arg4, arg5, arg6) }
     }
     pub unsafe fn lzc_exists(&self, arg1: *const ::std::os::raw::c_char) -> boolean_t {
         unsafe { (self.lzc_exists)(arg1) }

@@ -24,7 +24,7 @@ pub(crate) struct Failed {
 pub(crate) type Outcome<T = ()> = Result<T, Failed>;
 
 /// `ENOENT`.
-pub(crate) const NOT_FOUND: c_int = 2;
+const NOT_FOUND: c_int = 2;
 /// How many Lua instructions a program may take: the most that ZFS allows.
 const INSTRUCTIONS: u64 = 100_000_000;
 /// How many bytes of memory a program may take: the most that ZFS allows.
@@ -168,18 +168,26 @@ impl Calls {
         Ok(returned.remove("return").unwrap_or(Value::Flag))
     }
 
-    /// Writes a snapshot to a pipe as a stream: all of it, or what differs from an earlier one. `raw`: its blocks as they
-    /// are on the disk, encrypted.
-    pub(crate) fn send(self, snapshot: &str, from: Option<&str>, into: BorrowedFd<'_>, raw: bool) -> Outcome {
+    /// Writes a snapshot to a pipe as a stream: all of it, or what differs from an earlier one; all of that, or what
+    /// comes from an object and an offset in it on. `raw`: its blocks as they are on the disk, encrypted.
+    pub(crate) fn send(
+        self,
+        snapshot: &str,
+        from: Option<&str>,
+        into: BorrowedFd<'_>,
+        raw: bool,
+        (object, offset): (u64, u64),
+    ) -> Outcome {
         let (snapshot, from) = (text(snapshot)?, from.map(text).transpose()?);
         let flags = LZC_SEND_FLAG_LARGE_BLOCK | LZC_SEND_FLAG_COMPRESS | if raw { LZC_SEND_FLAG_RAW } else { 0 };
         let from = from.as_ref().map_or(ptr::null(), |from| from.as_ptr());
-        // SAFETY: names and descriptor live through the call.
-        done(unsafe { self.0.lzc_send(snapshot.as_ptr(), from, into.as_raw_fd(), flags) })
+        // SAFETY: names and descriptor live through the call. No object has the number 0, which stands for the beginning.
+        done(unsafe { self.0.lzc_send_resume(snapshot.as_ptr(), from, into.as_raw_fd(), flags, object, offset) })
     }
 
-    /// Makes a snapshot and its filesystem, which must not exist, from a stream; one that holds only differences on top
-    /// of `origin`. Where it fails nothing stays.
+    /// Makes a snapshot and its filesystem from a stream; one that holds only differences on top of `origin`. The
+    /// filesystem must not exist, or be what an earlier stream of the snapshot that broke off has left; such a thing may
+    /// stay where this fails.
     pub(crate) fn receive(
         self,
         snapshot: &str,
@@ -193,7 +201,7 @@ impl Calls {
         let origin = origin.as_ref().map_or(ptr::null(), |origin| origin.as_ptr());
         // SAFETY: names, list and descriptor live through the call.
         done(unsafe {
-            self.0.lzc_receive(
+            self.0.lzc_receive_resumable(
                 snapshot.as_ptr(),
                 properties.as_ptr(),
                 origin,

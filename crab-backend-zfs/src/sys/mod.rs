@@ -22,7 +22,7 @@ mod calls;
 mod library;
 mod nvlist;
 
-pub(crate) use calls::{Calls, Failed, NOT_FOUND};
+pub(crate) use calls::{Calls, Failed};
 #[cfg(test)]
 pub(crate) use library::load;
 pub(crate) use nvlist::{Map, Value};

@@ -27,7 +27,8 @@ use std::time::Instant;
 
 pub use transfer::{
     a_bad_import_leaves_nothing, a_diff_names_exactly_what_differs, a_diff_tells_changes_of_metadata_alone,
-    a_fork_makes_a_root_where_there_is_none, an_export_can_be_imported_elsewhere, space_is_accounted,
+    a_fork_makes_a_root_where_there_is_none, an_export_can_be_imported_elsewhere,
+    an_import_that_was_cut_short_goes_on_or_begins_anew, space_is_accounted,
 };
 
 use async_trait::async_trait;
@@ -218,6 +219,7 @@ suite! {
     space_is_accounted,
     an_export_can_be_imported_elsewhere,
     a_bad_import_leaves_nothing,
+    an_import_that_was_cut_short_goes_on_or_begins_anew,
 }
 
 /// Capture, change, kill, restore: the old state is back.

@@ -13,7 +13,8 @@ use rustix::fs::XattrFlags;
 use super::{BackendFixture, artifact_name, checkpoint, kill_and_restore, listed, name, operation, start_if_files};
 use super::{trees, try_restore};
 use crate::{
-    Artifact, ArtifactId, ByteStream, ErrorKind, ExportRequest, FileChangeKind, ImportRequest, Result, SandboxId,
+    Artifact, ArtifactId, ByteStream, ErrorKind, ExportRequest, FileChangeKind, ImportRequest, Result, ResumeToken,
+    SandboxId,
 };
 
 fn unsupported<T>(result: Result<T>) {
@@ -221,6 +222,41 @@ pub async fn a_bad_import_leaves_nothing(f: &dyn BackendFixture) {
     assert_eq!(error.kind(), ErrorKind::AlreadyExists);
     f.backend().verify(&one).await.expect("what has the name is whole");
     import(f, &other, artifact, None, &full).await.expect("the name is free after all that");
+}
+
+/// After a cut anywhere the import is continued where the backend tells from where, and else begun anew; what came
+/// through earlier is in the way of neither.
+pub async fn an_import_that_was_cut_short_goes_on_or_begins_anew(f: &dyn BackendFixture) {
+    if !f.backend().capabilities().exports {
+        return;
+    }
+    let id = f.sandbox().await;
+    f.set(&id, 1).await;
+    let one = checkpoint(f, &id).await;
+    f.set(&id, 2).await;
+    let two = checkpoint(f, &id).await;
+    let other = SandboxId::new(name("elsewhere")).unwrap();
+    let first = import(f, &other, artifact_name(), None, &exported(f, ExportRequest::full(&one)).await).await.unwrap();
+    for (base, has) in [(None, None), (Some(&one), Some(&first))] {
+        let request = ExportRequest { artifact: &two, base, resume: None };
+        let all = exported(f, request).await;
+        for (cut, goes_on) in [(all.len() / 2, false), (all.len() - 1, true)] {
+            let artifact = artifact_name();
+            import(f, &other, artifact.clone(), has, &all[..cut]).await.expect_err("it was cut short");
+            let token = f.backend().resume_token(&other, &artifact).await.expect("that can be told");
+            assert!(token.is_none() || f.backend().capabilities().resumes);
+            let resume = token.as_ref().filter(|_| goes_on);
+            let rest = exported(f, ExportRequest { resume, ..request }).await;
+            let whole = import(f, &other, artifact.clone(), has, &rest).await.expect("the second attempt");
+            assert_eq!(f.backend().resume_token(&other, &artifact).await.expect("that can be told"), None);
+            kill_and_restore(f, &id, &whole).await;
+            assert_eq!(f.get(&id).await, Some(2));
+            f.backend().remove(&whole).await.expect("remove");
+        }
+    }
+    let resume = Some(&ResumeToken("something else".to_owned()));
+    let error = f.backend().export(ExportRequest { resume, ..ExportRequest::full(&one) }).await.err().expect("refused");
+    assert!(matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported), "{error}");
 }
 
 /// A restore into a sandbox that never had a root makes it.

@@ -11,8 +11,8 @@ use crate::tasks;
 /// The test programs that run in the guest: of each package, and the words of which one must be in a test's name, where
 /// there are any. `CRAB_IN_VM` tells tests that they run there. What needs nothing of the guest's is left to the host.
 const SUITES: &[(&str, &[&str], &[&str])] = &[
-    ("crab-backend-zfs", &["lib"], &["restore_cut_short", "sys::"]),
-    ("crab-backend-zfs", &["conforms", "limits", "model", "sandboxes", "stress"], &[]),
+    ("crab-backend-zfs", &["lib"], &["restore_cut_short", "sys::", "transfer::"]),
+    ("crab-backend-zfs", &["conforms", "imports", "limits", "model", "sandboxes", "stress"], &[]),
     ("crab-backend-btrfs", &["conforms", "captures", "restores"], &[]),
     // The whole suite of backends takes long there: `--filter the_suite_with_incremental_dumps` runs it.
     ("crab-backend-criu", &["lib", "sandboxes-main"], &["precopy::", "no_store_between", "an_incremental_dump"]),
