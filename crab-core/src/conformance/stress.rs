@@ -1,5 +1,6 @@
 //! Many sandboxes on one disk, worked on by a process that is killed again and again.
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -16,6 +17,8 @@ const WORKERS: usize = 8;
 const POOL: &str = "CRAB_STRESS_POOL";
 const STORE: &str = "CRAB_STRESS_STORE";
 const ROUND: &str = "CRAB_STRESS_ROUND";
+/// What that process prints when it begins to act.
+const ACTS: &str = "recovered, and acts from now on";
 
 /// The sandboxes, and how many versions each has at most.
 pub struct Stress {
@@ -43,11 +46,13 @@ impl Stress {
     /// What the process does that is killed: it acts on all sandboxes for ever.
     pub async fn be_killed(&self, backend: &dyn CheckpointBackend, round: u64) {
         backend.recover().await.expect("recover");
+        println!("{ACTS}");
         super::calls::join_all((0..WORKERS).map(|worker| self.work(backend, worker, round))).await;
     }
 
     /// All of it: versions of all sandboxes, then a process of this test program that is killed so many times, each time
-    /// after one `beat` and a little more. Nothing leaks, and every version is whole. Blocks while that process works.
+    /// after one `beat` and a little more: of its acts, or, every second time, of its life, in which it may be recovering
+    /// still. Nothing leaks, and every version is whole. Blocks while that process works.
     pub async fn outlive(&self, disk: &dyn Disk, pool: &Path, store: &str, kills: u32, beat: Duration) {
         let backend = disk.open();
         for sandbox in &self.sandboxes {
@@ -59,7 +64,10 @@ impl Stress {
         assert_eq!(self.check(disk, &*backend).await, self.sandboxes.len() * self.versions);
         drop(backend);
         for round in 1..=kills {
-            let process = Process::start(pool, store, round);
+            let mut process = Process::start(pool, store, round);
+            if round % 2 == 1 {
+                process.wait_until_it_acts();
+            }
             std::thread::sleep(beat + beat * round * 3 / 10);
             process.kill();
             let backend = disk.open();
@@ -183,9 +191,15 @@ impl Process {
             .env(STORE, store)
             .env(ROUND, round.to_string())
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .spawn();
         Self(child.unwrap())
+    }
+
+    /// Waits until it has recovered.
+    fn wait_until_it_acts(&mut self) {
+        let said = BufReader::new(self.0.stdout.as_mut().unwrap()).lines();
+        assert!(said.map_while(Result::ok).any(|line| line.contains(ACTS)), "it ended before it acted");
     }
 
     /// Kills it, wherever it is. One that has ended is a failure.
