@@ -14,11 +14,15 @@ use crab_core::{
 use tokio::runtime::Runtime;
 
 use super::pool::{self, Pool};
+use super::traced::Traced;
 use crate::report::{Report, percentile};
 
 const ROUNDS: usize = 60;
 /// What a turn writes between two captures.
 const WRITTEN: usize = 64 << 10;
+/// Bytes of a tree's node: what mkfs.btrfs takes by itself, and the least that it takes.
+const NODE: u32 = 16 << 10;
+const SMALL_NODE: u32 = 4 << 10;
 
 struct Scene {
     pool: Pool,
@@ -36,8 +40,8 @@ fn ms(since: Instant) -> f64 {
 }
 
 impl Scene {
-    fn new() -> Result<Self, String> {
-        let pool = Pool::new(16 << 30)?;
+    fn new(node: u32) -> Result<Self, String> {
+        let pool = Pool::new(16 << 30, node)?;
         fs::create_dir(pool.path().join("boxes")).map_err(text)?;
         fs::create_dir(pool.path().join("cli")).map_err(text)?;
         let backend = BtrfsBackend::open(pool.path().join("versions")).map_err(text)?;
@@ -94,13 +98,15 @@ fn snapshot_by_cli(from: &Path, to: &Path, read_only: bool) -> Result<(), String
 }
 
 pub(crate) fn run(report: &mut Report) -> Result<(), String> {
-    let scene = Scene::new()?;
+    let scene = Scene::new(NODE)?;
     captures(&scene, report)?;
     many_sandboxes(&scene, report)?;
     restores(&scene, report)?;
     differences(&scene, report)?;
     removals(&scene, report)?;
-    tree_sizes(&scene, report)
+    tree_sizes(&scene, report, &[1_000, 10_000, 100_000, 1_000_000], "")?;
+    drop(scene);
+    tree_sizes(&Scene::new(SMALL_NODE)?, report, &[1_000, 1_000_000], "_4k_nodes")
 }
 
 /// One sandbox: a capture, a capture that is made durable, and the same two by the program.
@@ -274,34 +280,70 @@ fn removals(scene: &Scene, report: &mut Report) -> Result<(), String> {
     Ok(())
 }
 
-/// The same turn in trees of 1,000 to 1,000,000 files, one after the other in each round. A capture commits what is not on
-/// the disk yet; beside it, one that finds the turn there already shows what of that is the snapshot's own.
-fn tree_sizes(scene: &Scene, report: &mut Report) -> Result<(), String> {
+/// One of the trees in which the same turn is captured.
+struct Tree {
+    files: usize,
+    sandbox: Sandbox,
+    turn: Vec<f64>,
+    cli: Vec<f64>,
+    at_rest: Vec<f64>,
+    counts: [Vec<f64>; 2],
+}
+
+/// The same turn in trees of 1,000 to 1,000,000 files, one after the other in each round: as the turn leaves the tree, by
+/// the program too, and at rest, where the turn is on the disk already and only the snapshot's own work is left. That work
+/// is counted: the snapshot gets a copy of the tree's root node, and with it one more reference to each node below that,
+/// which lies in the tree of extents. What is far apart there is one more block to be copied and written. A turn's
+/// changes do the same to each node on the way to what they change, and the next commit, which is the snapshot's, pays.
+fn tree_sizes(scene: &Scene, report: &mut Report, sizes: &[usize], which: &str) -> Result<(), String> {
     let mut trees = Vec::new();
-    for files in [1_000, 10_000, 100_000, 1_000_000] {
+    for &files in sizes {
         let sandbox = scene.sandbox(&format!("files-{files}"))?;
         fill(&sandbox.root, 0, files)?;
-        trees.push((files, sandbox, Vec::new(), Vec::new()));
+        let [turn, cli, at_rest] = [const { Vec::new() }; 3];
+        trees.push(Tree { files, sandbox, turn, cli, at_rest, counts: [const { Vec::new() }; 2] });
     }
     scene.pool.sync()?;
-    for _ in 0..40 {
-        for (_, sandbox, samples, at_rest) in &mut trees {
-            scene.turn(sandbox)?;
-            samples.push(scene.checkpoint(sandbox)?.0);
-            scene.turn(sandbox)?;
+    let traced = Traced::new(&scene.pool.image());
+    for round in 0..30 {
+        for tree in &mut trees {
+            scene.turn(&tree.sandbox)?;
+            tree.turn.push(scene.checkpoint(&tree.sandbox)?.0);
+            scene.turn(&tree.sandbox)?;
+            let begun = Instant::now();
+            snapshot_by_cli(&tree.sandbox.root, &scene.cli_target(), true)?;
+            tree.cli.push(ms(begun));
+            scene.turn(&tree.sandbox)?;
             scene.pool.sync()?;
-            at_rest.push(scene.checkpoint(sandbox)?.0);
+            // What is traced is not measured.
+            match traced.as_ref().filter(|_| round % 6 == 5) {
+                Some(traced) => {
+                    let (captured, counts) = traced.during(|| scene.checkpoint(&tree.sandbox));
+                    captured?;
+                    tree.counts.iter_mut().zip(counts).for_each(|(all, count)| all.push(count as f64));
+                }
+                None => tree.at_rest.push(scene.checkpoint(&tree.sandbox)?.0),
+            }
         }
     }
-    let mut smallest = None;
-    for (files, _, mut samples, mut at_rest) in trees {
-        let took = percentile(&mut samples, 50.0);
-        report.add(&format!("btrfs_capture_ms_p50_{files}_files"), took);
-        report.add(&format!("btrfs_capture_at_rest_ms_p50_{files}_files"), percentile(&mut at_rest, 50.0));
-        let smallest = *smallest.get_or_insert(took);
-        if files == 1_000_000 {
-            report.add_bounded("btrfs_capture_1m_vs_1k_files", took / smallest, 1.5);
+    let mut ratios = Vec::new();
+    for mut tree in trees {
+        let files = tree.files;
+        let [turn, cli, at_rest] = [&mut tree.turn, &mut tree.cli, &mut tree.at_rest].map(|all| percentile(all, 50.0));
+        report.add(&format!("btrfs_capture_ms_p50_{files}_files{which}"), turn);
+        report.add(&format!("btrfs_capture_cli_ms_p50_{files}_files{which}"), cli);
+        report.add(&format!("btrfs_capture_at_rest_ms_p50_{files}_files{which}"), at_rest);
+        for (what, counts) in ["references", "copied_blocks"].into_iter().zip(&mut tree.counts) {
+            if !counts.is_empty() {
+                report.add(&format!("btrfs_capture_at_rest_{what}_{files}_files{which}"), percentile(counts, 50.0));
+            }
         }
+        ratios.push([turn, cli, at_rest]);
+    }
+    if let (Some(small), Some(large)) = (ratios.first(), ratios.last()) {
+        report.add_bounded(&format!("btrfs_capture_1m_vs_1k_files{which}"), large[0] / small[0], 1.5);
+        report.add(&format!("btrfs_capture_cli_1m_vs_1k_files{which}"), large[1] / small[1]);
+        report.add(&format!("btrfs_capture_at_rest_1m_vs_1k_files{which}"), large[2] / small[2]);
     }
     Ok(())
 }

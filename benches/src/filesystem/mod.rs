@@ -2,6 +2,7 @@
 
 mod btrfs;
 mod pool;
+mod traced;
 
 use crate::report::Report;
 

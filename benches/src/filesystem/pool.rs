@@ -21,19 +21,25 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    pub(crate) fn new(bytes: u64) -> Result<Self, String> {
+    /// With tree nodes of so many bytes.
+    pub(crate) fn new(bytes: u64, node: u32) -> Result<Self, String> {
         let directory = tempfile::Builder::new().prefix("crab-bench-").tempdir().map_err(|error| error.to_string())?;
         let pool = Self { directory };
-        let image = pool.directory.path().join("image");
+        let (image, node) = (pool.image(), node.to_string());
         let made = fs::File::create(&image).and_then(|file| file.set_len(bytes));
         made.and_then(|()| fs::create_dir(pool.path())).map_err(|error| error.to_string())?;
-        run("mkfs.btrfs", ["-q".as_ref(), image.as_os_str()])?;
+        run("mkfs.btrfs", ["-q".as_ref(), "-n".as_ref(), node.as_ref(), image.as_os_str()])?;
         run("mount", ["-o".as_ref(), "loop,noatime".as_ref(), image.as_os_str(), pool.path().as_os_str()])?;
         Ok(pool)
     }
 
     pub(crate) fn path(&self) -> PathBuf {
         self.directory.path().join("pool")
+    }
+
+    /// The file that holds it.
+    pub(crate) fn image(&self) -> PathBuf {
+        self.directory.path().join("image")
     }
 
     pub(crate) fn sync(&self) -> Result<(), String> {
