@@ -5,8 +5,10 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
+use std::collections::HashSet;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -41,7 +43,7 @@ pub(crate) struct Area {
     own: PathBuf,
     next: AtomicU64,
     tie: File,
-    _lock: File,
+    _lock: Lock,
 }
 
 impl Area {
@@ -50,13 +52,13 @@ impl Area {
         files::private_directory(base)?;
         let _making = lock_base(base)?;
         let own = Self::free_part(base)?;
-        let locked = |name: &str| {
-            let file = File::create_new(own.join(name))?;
+        let tied = || {
+            let file = File::create_new(own.join(TIE))?;
             rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
             Ok(file)
         };
         let failed = |e: std::io::Error| Error::io(format!("lock the directory {}", own.display()), e);
-        let (lock, tie) = (locked(LOCK).map_err(failed)?, locked(TIE).map_err(failed)?);
+        let (lock, tie) = (Lock::take(&own.join(LOCK)).map_err(failed)?, tied().map_err(failed)?);
         Ok(Arc::new(Self { base: base.to_owned(), own, next: AtomicU64::new(0), tie, _lock: lock }))
     }
 
@@ -77,6 +79,12 @@ impl Area {
     #[cfg(test)]
     pub(crate) fn own(&self) -> &Path {
         &self.own
+    }
+
+    /// What a child of this process has before it is its program.
+    #[cfg(test)]
+    pub(crate) fn descriptors(&self) -> Vec<OwnedFd> {
+        [&self._lock._file, &self.tie].map(|file| file.try_clone().unwrap().into()).into()
     }
 
     /// Where it is.
@@ -128,12 +136,12 @@ impl Area {
             let _making = lock_base(&self.base)?;
             let names = files::names(&self.base)?.into_iter().filter(|name| name.starts_with(OWNER));
             let parts = names.map(|name| self.base.join(name));
-            parts.filter(|part| *part != self.own && !is_locked(&part.join(LOCK))).collect::<Vec<_>>()
+            parts.filter(|part| *part != self.own && !Lock::is_held(&part.join(LOCK))).collect::<Vec<_>>()
         };
         orphans::outlive(&dead, PATIENCE)?;
         let _making = lock_base(&self.base)?;
         // Somebody may have removed one meanwhile, and another taken its name.
-        for part in dead.iter().filter(|part| !is_locked(&part.join(LOCK))) {
+        for part in dead.iter().filter(|part| !Lock::is_held(&part.join(LOCK))) {
             tracing::info!(path = %part.display(), "removing what a dead process captured");
             files::remove_all(part)?;
         }
@@ -158,11 +166,55 @@ fn lock_base(base: &Path) -> Result<OwnedFd> {
     lock().map_err(|e: std::io::Error| Error::io(format!("lock {}", base.display()), e))
 }
 
-fn is_locked(path: &Path) -> bool {
-    match File::open(path) {
-        Ok(file) => rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err(),
-        Err(_) => false,
+/// The lock of a living owner. It is of the process alone: a child that is not yet its program does not have it, as it
+/// would a lock by `flock`. Whoever recovers would else take that child for the owner and let it begin its work.
+#[derive(Debug)]
+struct Lock {
+    id: FileId,
+    _file: File,
+}
+
+type FileId = (u64, u64);
+
+/// Those of this process. The kernel does not tell a process of its own, and takes one away where the file is closed
+/// once more.
+static HELD: Mutex<Option<HashSet<FileId>>> = Mutex::new(None);
+
+impl Lock {
+    fn take(path: &Path) -> std::io::Result<Self> {
+        let file = File::create_new(path)?;
+        let id = id_of(&file.metadata()?);
+        rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        held().get_or_insert_default().insert(id);
+        Ok(Self { id, _file: file })
     }
+
+    fn is_held(path: &Path) -> bool {
+        let ours = |metadata| held().as_ref().is_some_and(|held| held.contains(&id_of(&metadata)));
+        if std::fs::symlink_metadata(path).is_ok_and(ours) {
+            return true;
+        }
+        match File::options().read(true).write(true).open(path) {
+            Ok(file) => rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive).is_err(),
+            Err(_) => false,
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // The file is still open here, so no other has its number yet.
+        held().as_mut().map(|held| held.remove(&self.id));
+    }
+}
+
+fn id_of(metadata: &std::fs::Metadata) -> FileId {
+    (metadata.dev(), metadata.ino())
+}
+
+fn held() -> MutexGuard<'static, Option<HashSet<FileId>>> {
+    // Only inserts and removes happen under it: a panic leaves it whole.
+    HELD.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The tie of a part.
@@ -172,7 +224,9 @@ pub(crate) fn tie_of(part: &Path) -> PathBuf {
 
 /// Whether the owner of a part or a CRIU that it started lives.
 pub(crate) fn is_tied(part: &Path) -> bool {
-    is_locked(&tie_of(part))
+    File::open(tie_of(part)).is_ok_and(|tie| {
+        rustix::fs::flock(&tie, FlockOperation::NonBlockingLockExclusive).is_err()
+    })
 }
 
 pub(crate) fn is_memory(path: &Path) -> bool {

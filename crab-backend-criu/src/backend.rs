@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ use crate::oci::{Oci, OciRuntime};
 use crate::program::{self, Program};
 use crate::store::{Dump, Persisted, Store};
 use crate::turns::{Caller, Turns};
-use crate::{area, cut, precopy, restore};
+use crate::{area, cut, precopy, restore, serve};
 
 /// What becomes of live TCP connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -79,12 +79,19 @@ pub(crate) struct Inner {
     /// Memory is copied before the freeze. Off for good once a dump of that kind has failed.
     pub(crate) incremental: AtomicBool,
     pub(crate) prepared: Arc<AllCopies>,
+    serves: OnceLock<bool>,
     captures: Arc<Area>,
     /// For captures that do not fit into the other.
     spacious: Arc<Area>,
 }
 
 impl Inner {
+    /// Whether CRIU can read memory images from us.
+    pub(crate) fn serves(&self) -> bool {
+        let possible = || self.captures.directory().is_ok_and(|scratch| serve::is_possible(&scratch.images()));
+        self.oci.is_none() && *self.serves.get_or_init(possible)
+    }
+
     /// Whether memory can be copied before the freeze.
     pub(crate) fn copies(&self) -> bool {
         self.incremental.load(Ordering::Relaxed) && self.oci.is_none()
@@ -238,6 +245,7 @@ impl CriuBuilder {
                 turns: Arc::default(),
                 incremental: AtomicBool::new(incremental),
                 prepared: Arc::default(),
+                serves: OnceLock::new(),
                 captures,
                 spacious,
             };

@@ -20,8 +20,12 @@
 //! An artifact is a list of images and the packs of pages that they are made of. Zero pages cost nothing, a page that an
 //! earlier artifact of the sandbox has is a reference, the rest is compressed, and every block has a checksum that is
 //! looked at before CRIU sees any of it. An artifact's directory holds all that it needs, by hard links: artifacts may
-//! be removed in any order. A restore puts the images together in memory where they fit, and CRIU gives each page back
-//! as it goes into a task.
+//! be removed in any order.
+//!
+//! A restore has CRIU read the memory straight from the packs, through a FUSE file system that nobody else sees, so
+//! nothing is written first and no second copy is kept. Where this process may not mount one (`/dev/fuse` is needed),
+//! and with an OCI runtime, the images are put together in memory before CRIU begins, and it gives each page back as it
+//! goes into a task. That takes about twice as long, and the memory must be free.
 //!
 //! # Shorter freezes
 //! With [`CriuBuilder::incremental`], and on a kernel that marks written pages, a capture copies the memory while the
@@ -54,6 +58,7 @@
 //! - The network configuration of a declared network namespace is the host's.
 //! - Images hold all of the processes' memory, secrets too: they are readable by their owner only.
 
+mod ahead;
 mod area;
 mod backend;
 mod cgroup;
@@ -65,6 +70,7 @@ mod dump;
 mod externals;
 mod failure;
 mod files;
+mod fuse;
 mod landlock;
 mod locks;
 mod mounts;
@@ -81,6 +87,7 @@ mod proto;
 mod rebuild;
 mod recipe;
 mod restore;
+mod serve;
 mod sockets;
 mod stats;
 mod store;

@@ -82,9 +82,13 @@ mod tests {
 
     /// A process that holds the tie of an area, as a CRIU does. It ends when its input does.
     fn tied(area: &Arc<Area>) -> Child {
+        child(vec![area.tie().unwrap()])
+    }
+
+    fn child(keep: Vec<std::os::fd::OwnedFd>) -> Child {
         let mut command = Command::new("cat");
         command.stdin(Stdio::piped()).stdout(Stdio::null());
-        sys::spawn(command, Surroundings { keep: vec![area.tie().unwrap()], ..Surroundings::default() }).unwrap()
+        sys::spawn(command, Surroundings { keep, ..Surroundings::default() }).unwrap()
     }
 
     /// Makes it look as if the owner of this area had died.
@@ -119,7 +123,8 @@ mod tests {
     fn an_area_recovers_when_the_last_orphan_has_ended() {
         let base = tempfile::tempdir().unwrap();
         let (dead, living) = (Area::open(base.path()).unwrap(), Area::open(base.path()).unwrap());
-        let mut orphan = tied(&dead);
+        // One that has not yet closed what its owner had.
+        let mut orphan = child(dead.descriptors());
         let part = orphaned(dead);
         std::thread::scope(|scope| {
             let recovering = scope.spawn(|| living.recover());

@@ -282,6 +282,27 @@ impl Pack {
         }
     }
 
+    /// Reads one block that is as large as blocks are.
+    pub(crate) fn read_whole_block(&self, block: usize, room: &mut Room, pages: &mut [u8]) -> Result<(), String> {
+        let shown = self.name.file();
+        let row = *self.table.rows.get(block).ok_or_else(|| format!("{shown} has no block {block}"))?;
+        if usize::from(row.pages) * PAGE != pages.len() {
+            return Err(format!("{shown} has a block {block} of another size"));
+        }
+        if row.compressed {
+            self.stored(block, room)?;
+            return match room.decompress(pages) {
+                Ok(length) if length == pages.len() => Ok(()),
+                _ => Err(format!("{shown} has a block that does not decompress")),
+            };
+        }
+        self.file.read_exact_at(pages, row.offset).map_err(|e| format!("{shown} cannot be read: {e}"))?;
+        if Sum::of(pages) != row.sum {
+            return Err(format!("{shown} does not match its checksum in block {block}"));
+        }
+        Ok(())
+    }
+
     fn stored(&self, block: usize, room: &mut Room) -> Result<Row, String> {
         let shown = self.name.file();
         let row = *self.table.rows.get(block).ok_or_else(|| format!("{shown} has no block {block}"))?;

@@ -37,16 +37,24 @@ pub(crate) struct Whole {
 }
 
 /// Consecutive pages of one image.
-struct Piece {
-    image: usize,
-    first: u64,
+pub(crate) struct Piece {
+    pub(crate) image: usize,
+    pub(crate) first: u64,
     runs: Vec<Run>,
 }
 
+impl Piece {
+    /// How many bytes its pages have.
+    pub(crate) fn length(&self) -> usize {
+        self.runs.iter().map(|run| run.count as usize * PAGE).sum()
+    }
+}
+
 impl Whole {
-    /// What the images need, without holes.
-    pub(crate) fn size(&self) -> u64 {
-        let runs = self.images.iter().flat_map(|image| &image.runs).filter(|run| run.pack.is_some());
+    /// What the images of some names need, without holes.
+    pub(crate) fn size(&self, which: impl Fn(&str) -> bool) -> u64 {
+        let images = self.images.iter().filter(|image| which(&image.name));
+        let runs = images.flat_map(|image| &image.runs).filter(|run| run.pack.is_some());
         runs.map(|run| u64::from(run.count) * PAGE as u64).sum()
     }
 
@@ -86,7 +94,7 @@ impl Whole {
         }
         let mut pieces = Vec::new();
         for (at, image) in images.iter().enumerate() {
-            cut(at, &image.runs, &mut pieces);
+            cut(at, &image.runs, PIECE, &mut pieces);
         }
         let one = |blocks: &mut Blocks, n: usize| {
             wanted()?;
@@ -126,6 +134,41 @@ impl Whole {
         Ok(())
     }
 
+    /// Puts a piece together in memory.
+    pub(crate) fn fill(&self, piece: &Piece, into: &mut Vec<u8>, blocks: &mut Blocks) -> Result<()> {
+        into.resize(piece.length(), 0);
+        let mut rest = &mut into[..];
+        for run in &piece.runs {
+            let (mut pages, behind) = rest.split_at_mut_checked(run.count as usize * PAGE).unwrap_or_default();
+            rest = behind;
+            let Some(pack) = run.pack else {
+                pages.fill(0);
+                continue;
+            };
+            let mut page = run.first as usize;
+            while !pages.is_empty() {
+                let (block, begin) = (page / BLOCK_PAGES, page % BLOCK_PAGES * PAGE);
+                let done = if begin == 0 && pages.len() >= BLOCK_PAGES * PAGE {
+                    let whole = pages.get_mut(..BLOCK_PAGES * PAGE).unwrap_or_default();
+                    self.read(pack, |pack| pack.read_whole_block(block, &mut blocks.room, whole))?;
+                    BLOCK_PAGES * PAGE
+                } else {
+                    let found = blocks.get(self, pack, block)?.get(begin..).unwrap_or_default();
+                    let some = found.len().min(pages.len());
+                    if some == 0 {
+                        return Err(self.corrupt("a block is too short"));
+                    }
+                    let (to, from) = (pages.get_mut(..some), found.get(..some));
+                    to.zip(from).into_iter().for_each(|(to, from)| to.copy_from_slice(from));
+                    some
+                };
+                page += done / PAGE;
+                pages = pages.get_mut(done..).unwrap_or_default();
+            }
+        }
+        Ok(())
+    }
+
     fn read<T>(&self, pack: usize, read: impl FnOnce(&Pack) -> Result<T, String>) -> Result<T> {
         let pack = self.packs.get(pack).ok_or_else(|| self.corrupt("a pack is missing"))?;
         read(pack).map_err(|what| {
@@ -148,10 +191,10 @@ fn cannot_write(name: &str, error: std::io::Error) -> Error {
 }
 
 /// Cuts the runs of an image into pieces, long runs at the end of a block.
-fn cut(image: usize, runs: &[Run], pieces: &mut Vec<Piece>) {
+pub(crate) fn cut(image: usize, runs: &[Run], most: u32, pieces: &mut Vec<Piece>) {
     let block = BLOCK_PAGES as u32;
     let mut piece = Piece { image, first: 0, runs: Vec::new() };
-    let mut room = PIECE;
+    let mut room = most;
     for run in runs {
         let mut run = *run;
         while run.count > 0 {
@@ -166,9 +209,9 @@ fn cut(image: usize, runs: &[Run], pieces: &mut Vec<Piece>) {
                 run.first += now;
             }
             if room == 0 || run.count > 0 {
-                let first = piece.first + u64::from(PIECE - room);
+                let first = piece.first + u64::from(most - room);
                 pieces.push(std::mem::replace(&mut piece, Piece { image, first, runs: Vec::new() }));
-                room = PIECE;
+                room = most;
             }
         }
     }
@@ -179,7 +222,7 @@ fn cut(image: usize, runs: &[Run], pieces: &mut Vec<Piece>) {
 
 /// The blocks that a thread read last, the newest first.
 #[derive(Default)]
-struct Blocks {
+pub(crate) struct Blocks {
     kept: VecDeque<((usize, usize), Vec<u8>)>,
     room: Room,
 }
@@ -212,7 +255,7 @@ mod tests {
         let run = |pack, first, count| Run { pack, first, count };
         let runs = [run(Some(0), 5, 3000), run(None, 0, 2000), run(Some(1), 0, 1), run(Some(0), 9, 1023)];
         let mut pieces = Vec::new();
-        cut(7, &runs, &mut pieces);
+        cut(7, &runs, PIECE, &mut pieces);
         let mut whole = Image::new("x".into(), 0);
         for piece in &pieces {
             let before: u64 = whole.runs.iter().map(|run| u64::from(run.count)).sum();

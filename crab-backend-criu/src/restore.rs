@@ -5,13 +5,12 @@ use std::ffi::CString;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 use crab_core::{Artifact, Condition, Error, ErrorKind, External, RestoreTarget, Result};
 use rustix::process::{Pid, WaitId, WaitIdOptions};
 
+use crate::ahead::Ahead;
 use crate::backend::{Connections, Inner};
 use crate::cgroup::Cgroup;
 use crate::dump::{FACT_ARCHITECTURE, FACT_CRIU, FACT_KERNEL, FACT_TASKS, utf8};
@@ -26,7 +25,7 @@ use crate::store::{Body, Opened};
 use crate::swrk::{Broken, Swrk};
 use crate::sys::Surroundings;
 use crate::turns::{Caller, Turn};
-use crate::{files, preflight, sockets};
+use crate::{files, preflight, serve, sockets};
 
 const LOG: &str = "restore.log";
 
@@ -107,17 +106,17 @@ pub(crate) fn run(
         externals::given(&body.external, inherited).map_err(stopped)?;
     let bind = CString::new(sandbox.root.as_os_str().as_bytes())
         .map_err(|_| stopped(Error::new(ErrorKind::InvalidInput, "the root's path holds a zero byte")))?;
-    let area = inner.area_for(whole.size());
+    // Our own CRIU reads the memory from us. A runtime's could not.
+    let served = inner.serves();
+    let first = |name: &str| !served || !is_memory(name);
+    let area = inner.area_for(whole.size(first));
     let scratch = area.directory().map_err(stopped)?;
     let wanted = || in_time(deadline).and_then(|()| still_wanted(caller));
     let directory = scratch.images();
-    whole.rebuild(&directory, |name| !is_memory(name), &wanted).map_err(stopped)?;
-    // Our own CRIU begins while the memory is put together, and waits for it. A runtime's cannot.
-    if inner.oci.is_some() {
-        whole.rebuild(&directory, is_memory, &wanted).map_err(stopped)?;
-    }
+    whole.rebuild(&directory, first, &wanted).map_err(stopped)?;
+    let memory = Ahead::new(&whole, &wanted);
     let open = |path| files::open_directory(path).map_err(|e| stopped(Error::io("open the work directory", e)));
-    let (images, work) = (open(&scratch.images())?, open(&scratch.work())?);
+    let (images, work) = (open(&directory)?, open(&scratch.work())?);
     let options = Options {
         root: Some(utf8(&sandbox.root, "the root's path").map_err(stopped)?),
         rst_sibling: Some(true),
@@ -127,7 +126,7 @@ pub(crate) fn run(
         inherit_fd,
         external,
         // Each page leaves the image as it goes into a task, so that no second copy of the memory is there.
-        auto_dedup: Some(true),
+        auto_dedup: Some(!served),
         ..common_options(images.as_raw_fd(), work.as_raw_fd(), LOG)
     };
     // CRIU wants the root to be a mount of its own.
@@ -152,34 +151,26 @@ pub(crate) fn run(
             Err(worse) => worse.caused_by(error),
         }
     };
-    let given_up = AtomicBool::new(false);
     let conversed = std::thread::scope(|scope| {
-        let memory = inner.oci.is_none().then(|| {
-            let wanted = || match given_up.load(Ordering::Relaxed) {
-                true => Err(Error::new(ErrorKind::Cancelled, "CRIU has ended")),
-                false => wanted(),
-            };
-            let (whole, directory) = (&whole, &directory);
-            scope.spawn(move || whole.rebuild(directory, is_memory, &wanted))
-        });
-        let started = match &inner.oci {
-            Some(oci) => oci.restore(&sandbox, &scratch, &options, deadline).map(Run::Runtime),
+        let serving = served.then(|| serve::start(scope, &memory, &directory)).transpose()?;
+        let mut options = options;
+        if let Some(serving) = &serving {
+            options.images_dir_fd = serving.images.as_raw_fd();
+        }
+        let run = match &inner.oci {
+            Some(oci) => Run::Runtime(oci.restore(&sandbox, &scratch, &options, deadline)?),
             None => {
                 let surroundings = Surroundings { keep, cgroup: entrance, binds, session: false };
-                Swrk::start(&inner.program.path, surroundings, deadline).map(Run::Own)
+                Run::Own(Swrk::start(&inner.program.path, surroundings, deadline)?)
             }
         };
-        let conversed = started.map(|run| {
-            if let Run::Own(swrk) = &run {
-                place.line = procfs::cgroup(swrk.pid());
-            }
-            let mut talk = Talk { run, place: &place, body: &body, caller, memory, init: None, refusal: None };
-            let answer = talk.converse(options);
-            let Talk { run, refusal, .. } = talk;
-            (answer, run, refusal)
-        });
-        given_up.store(true, Ordering::Relaxed);
-        conversed
+        if let Run::Own(swrk) = &run {
+            place.line = procfs::cgroup(swrk.pid());
+        }
+        let mut talk = Talk { run, place: &place, body: &body, caller, init: None, refusal: None };
+        let answer = talk.converse(options);
+        let Talk { run, refusal, .. } = talk;
+        Ok::<_, Error>((answer, run, refusal))
     });
     let (answer, run, refusal) = match conversed {
         Ok(conversed) => conversed,
@@ -192,7 +183,7 @@ pub(crate) fn run(
             false
         }
     };
-    let outcome = match (answer, refusal) {
+    let outcome = match (answer, refusal.or(memory.end())) {
         (_, Some(refusal)) => Err(refusal.while_doing(&what)),
         (Err(broken), None) => Err(broken.into_error(&what)),
         (Ok(answer), None) if answer.success && ended_well => {
@@ -305,8 +296,6 @@ struct Talk<'a> {
     place: &'a Place,
     body: &'a Body,
     caller: &'a Caller,
-    /// Puts the memory together, until it was waited for.
-    memory: Option<ScopedJoinHandle<'a, Result<()>>>,
     init: Option<u32>,
     /// Why we broke the restore off.
     refusal: Option<Error>,
@@ -324,8 +313,6 @@ impl Talk<'_> {
             let init = notify.pid.and_then(|pid| u32::try_from(pid).ok());
             self.init = init.or(self.init);
             let done = still_wanted(self.caller).and_then(|()| match (notify.script.as_deref(), self.init) {
-                // Only init is there yet, and next it would read its memory.
-                (Some("post-setup-namespaces"), _) => self.memory_is_there(),
                 (Some("post-restore"), Some(init)) => self.is_complete(init),
                 (Some("pre-resume"), Some(init)) => {
                     reset_strays(init);
@@ -341,16 +328,8 @@ impl Talk<'_> {
         }
     }
 
-    fn memory_is_there(&mut self) -> Result<()> {
-        let ended = |_| Err(Error::new(ErrorKind::Internal, "the thread that puts the memory together ended"));
-        self.memory.take().map_or(Ok(()), |memory| memory.join().unwrap_or_else(ended))
-    }
-
     /// All tasks are there and none has run: there must be as many as at the dump, all in the sandbox's cgroup.
     fn is_complete(&self, init: u32) -> Result<()> {
-        if self.memory.is_some() {
-            return Err(Error::new(ErrorKind::Internal, "CRIU did not wait for the memory"));
-        }
         let Some(wanted) = self.body.facts.get(FACT_TASKS).and_then(|tasks| tasks.parse::<usize>().ok()) else {
             return Err(Error::new(ErrorKind::Corrupt, "the artifact does not say how many processes it holds"));
         };

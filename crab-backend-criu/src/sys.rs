@@ -51,6 +51,13 @@ impl Surroundings {
     }
 }
 
+/// Gives the calling thread a mount namespace of its own, where what it mounts is seen by nobody else.
+pub(crate) fn private_mounts() -> io::Result<()> {
+    // SAFETY: the descriptor table stays shared; only the thread's mounts and working directory are its own from here on.
+    unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNS)? };
+    Ok(rustix::mount::mount_change(c"/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)?)
+}
+
 /// Starts `command` in its surroundings.
 pub(crate) fn spawn(mut command: Command, surroundings: Surroundings) -> io::Result<Child> {
     // SAFETY: the closure only makes system calls on what was allocated before the fork; it takes no lock and

@@ -1,13 +1,14 @@
 //! What lies on disk, and what is not read from it.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use crab_backend_criu::CriuBackend;
 use crab_core::{Artifact, CheckpointBackend, Condition, ErrorKind, RestoreTarget};
 use crab_examples::sandbox::criu_binary;
 
+use crate::dying;
 use crate::support::{World, get, set, world};
 
 fn place(world: &World, artifact: &Artifact) -> PathBuf {
@@ -21,7 +22,7 @@ fn pack(world: &World, artifact: &Artifact) -> PathBuf {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_flipped_bit_is_found_before_criu_runs() {
+async fn a_flipped_bit_never_reaches_a_task() {
     let Some(world) = world().await else { return };
     let sandbox = world.with_server();
     set(&sandbox, 5);
@@ -37,10 +38,35 @@ async fn a_flipped_bit_is_found_before_criu_runs() {
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     assert!(error.to_string().contains("pack-"), "{error}");
     assert_eq!(error.sandbox_condition(), Some(Condition::Stopped));
-    assert!(!world.images.join(".failed").exists(), "CRIU did not run");
+    assert!(!world.images.join(".failed").exists(), "it was not CRIU's failure");
     fs::write(&path, whole).unwrap();
     world.restore(&sandbox, &artifact).await.unwrap();
     assert_eq!(get(&sandbox), Some(5));
+}
+
+/// By then CRIU may have made all tasks, and have read what lies before it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_block_that_is_damaged_anywhere_in_the_memory_leaves_no_task() {
+    let Some(world) = world().await else { return };
+    let (sandbox, artifact) = dying::prepared(&world, 48).await;
+    let path = pack(&world, &artifact);
+    let length = fs::metadata(&path).unwrap().len();
+    assert!(length > 48 << 20);
+    let file = fs::File::options().read(true).write(true).open(&path).unwrap();
+    for part in 1..8 {
+        sandbox.kill().unwrap();
+        let (at, mut byte) = (length / 8 * part, [0]);
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+        let error = world.restore(&sandbox, &artifact).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{part}: {error}");
+        assert_eq!(error.sandbox_condition(), Some(Condition::Stopped));
+        assert_eq!(sandbox.condition().unwrap(), Condition::Stopped, "{part}");
+        world.assert_no_captures();
+        file.write_all_at(&byte, at).unwrap();
+        world.restore(&sandbox, &artifact).await.unwrap();
+        assert_eq!(get(&sandbox), Some(42));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
