@@ -105,7 +105,11 @@ impl<'a> Ahead<'a> {
     /// Reads. `None` where something is wrong, which [`end`](Self::end) tells.
     pub(crate) fn read(&self, image: usize, offset: u64, size: u32, blocks: &mut Blocks) -> Option<Vec<Part>> {
         let end = self.size(image)?.min(offset.saturating_add(size.into()));
-        let mut piece = self.pieces.partition_point(|piece| (piece.image, piece.first * PAGE as u64) <= (image, offset));
+        if offset >= end {
+            return Some(Vec::new());
+        }
+        let mut piece =
+            self.pieces.partition_point(|piece| (piece.image, piece.first * PAGE as u64) <= (image, offset));
         let (mut offset, mut parts) = (offset, Vec::new());
         piece = piece.checked_sub(1)?;
         while offset < end {
@@ -144,17 +148,11 @@ impl<'a> Ahead<'a> {
             if !matches!(state.slots.get(piece), Some(Slot::Queued)) {
                 continue;
             }
+            let room = state.begin(piece);
             drop(state);
-            let made = self.make(piece, &mut blocks);
+            let Some(made) = self.make(piece, room, &mut blocks) else { return };
             state = self.state();
-            let Some(made) = made else { return };
-            state.set(piece, Slot::Ready(made));
-            state.ready.push_back(piece);
-            while state.ready.len() > READY {
-                if let Some(oldest) = state.ready.pop_front() {
-                    state.forget(oldest);
-                }
-            }
+            state.ready(piece, made);
             self.changed.notify_all();
         }
     }
@@ -190,26 +188,20 @@ impl<'a> Ahead<'a> {
                 Slot::Missing | Slot::Queued => break,
             }
         }
+        let room = state.begin(piece);
         drop(state);
-        let made = self.make(piece, blocks)?;
+        let made = self.make(piece, room, blocks)?;
         let mut state = self.state();
         match last {
             true => state.set(piece, Slot::Missing),
-            false => {
-                state.set(piece, Slot::Ready(Arc::clone(&made)));
-                state.ready.push_back(piece);
-            }
+            false => state.ready(piece, Arc::clone(&made)),
         }
         self.changed.notify_all();
         Some(made)
     }
 
-    fn make(&self, piece: usize, blocks: &mut Blocks) -> Option<Arc<Vec<u8>>> {
-        let mut room = {
-            let mut state = self.state();
-            state.set(piece, Slot::InWork);
-            state.spare.pop().unwrap_or_default()
-        };
+    /// Puts a piece together that was [begun](State::begin).
+    fn make(&self, piece: usize, mut room: Vec<u8>, blocks: &mut Blocks) -> Option<Arc<Vec<u8>>> {
         let made = (self.wanted)().and_then(|()| match self.pieces.get(piece) {
             Some(piece) => self.whole.fill(piece, &mut room, blocks),
             None => Err(Error::new(ErrorKind::Internal, "there is no such piece")),
@@ -251,11 +243,22 @@ impl State {
         }
     }
 
-    fn forget(&mut self, piece: usize) {
-        if let Some(place) = self.slots.get_mut(piece)
-            && let Slot::Ready(made) = std::mem::take(place)
-        {
-            self.reuse(made);
+    /// Takes a piece for oneself to make. Nobody else makes it.
+    fn begin(&mut self, piece: usize) -> Vec<u8> {
+        self.set(piece, Slot::InWork);
+        self.spare.pop().unwrap_or_default()
+    }
+
+    /// A piece is made, and the oldest go where there are too many.
+    fn ready(&mut self, piece: usize, made: Arc<Vec<u8>>) {
+        self.set(piece, Slot::Ready(made));
+        self.ready.push_back(piece);
+        while self.ready.len() > READY {
+            let Some(oldest) = self.ready.pop_front() else { return };
+            let slot = self.slots.get_mut(oldest).map(std::mem::take);
+            if let Some(Slot::Ready(made)) = slot {
+                self.reuse(made);
+            }
         }
     }
 
@@ -279,7 +282,10 @@ pub(crate) mod tests {
     pub(crate) fn whole(directory: &std::path::Path, pages: u32) -> (Whole, Vec<u8>, Vec<u8>) {
         let page = |n: u32| {
             let mut page = vec![0; PAGE];
-            blake3::Hasher::new().update(&n.to_le_bytes()).finalize_xof().fill(&mut page[..PAGE / (1 + n as usize % 2)]);
+            blake3::Hasher::new()
+                .update(&n.to_le_bytes())
+                .finalize_xof()
+                .fill(&mut page[..PAGE / (1 + n as usize % 2)]);
             page
         };
         let mut bytes = Vec::new();
@@ -303,14 +309,14 @@ pub(crate) mod tests {
             image("pages-2.img", second),
         ];
         let first = bytes[3 * PAGE..].to_vec();
-        let second = [&vec![0; 300 * PAGE][..], &bytes[5 * PAGE..45 * PAGE], &[0; 2 * PAGE], &bytes[..9 * PAGE]].concat();
+        let second =
+            [&vec![0; 300 * PAGE][..], &bytes[5 * PAGE..45 * PAGE], &[0; 2 * PAGE], &bytes[..9 * PAGE]].concat();
         let whole = Whole { name: "x".to_owned(), packs: vec![pack], images, suspects: Suspects::default() };
         (whole, first, second)
     }
 
     fn read(ahead: &Ahead<'_>, image: usize, offset: usize, size: usize) -> Option<Vec<u8>> {
-        let parts =
-            ahead.read(image, offset as u64, u32::try_from(size).unwrap(), &mut Blocks::default())?;
+        let parts = ahead.read(image, offset as u64, u32::try_from(size).unwrap(), &mut Blocks::default())?;
         let mut bytes = Vec::new();
         parts.iter().for_each(|part| bytes.extend_from_slice(part.bytes()));
         ahead.give_back(parts);
@@ -327,20 +333,21 @@ pub(crate) mod tests {
         assert_eq!((ahead.find(b"pages-2.img"), ahead.find(b"core-1.img")), (Some(1), None));
         std::thread::scope(|scope| {
             (0..2).for_each(|_| drop(scope.spawn(|| ahead.run())));
-            let readers: Vec<_> = [(0, &first, 1 << 20), (0, &first, 700_000), (1, &second, 4096), (1, &second, 1 << 18)]
-                .into_iter()
-                .map(|(image, bytes, size)| {
-                    let ahead = &ahead;
-                    scope.spawn(move || {
-                        ahead.opened();
-                        for at in (0..bytes.len()).step_by(size) {
-                            let end = bytes.len().min(at + size);
-                            assert!(read(ahead, image, at, size).unwrap() == bytes[at..end], "{image} at {at}");
-                        }
-                        ahead.closed();
+            let readers: Vec<_> =
+                [(0, &first, 1 << 20), (0, &first, 700_000), (1, &second, 4096), (1, &second, 1 << 18)]
+                    .into_iter()
+                    .map(|(image, bytes, size)| {
+                        let ahead = &ahead;
+                        scope.spawn(move || {
+                            ahead.opened();
+                            for at in (0..bytes.len()).step_by(size) {
+                                let end = bytes.len().min(at + size);
+                                assert!(read(ahead, image, at, size).unwrap() == bytes[at..end], "{image} at {at}");
+                            }
+                            ahead.closed();
+                        })
                     })
-                })
-                .collect();
+                    .collect();
             readers.into_iter().for_each(|reader| reader.join().unwrap());
             for at in [0, 60_000_000, 5000, 60_000_001, 81_000_000] {
                 let end = first.len().min(at + 100_000);

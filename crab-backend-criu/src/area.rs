@@ -1,15 +1,15 @@
 //! Where dumps are written during the freeze: memory where possible, since the tasks wait for it.
 
+use std::collections::HashSet;
 use std::ffi::CString;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
-use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crab_core::{Error, Result};
@@ -224,9 +224,7 @@ pub(crate) fn tie_of(part: &Path) -> PathBuf {
 
 /// Whether the owner of a part or a CRIU that it started lives.
 pub(crate) fn is_tied(part: &Path) -> bool {
-    File::open(tie_of(part)).is_ok_and(|tie| {
-        rustix::fs::flock(&tie, FlockOperation::NonBlockingLockExclusive).is_err()
-    })
+    File::open(tie_of(part)).is_ok_and(|tie| rustix::fs::flock(&tie, FlockOperation::NonBlockingLockExclusive).is_err())
 }
 
 pub(crate) fn is_memory(path: &Path) -> bool {

@@ -22,11 +22,19 @@ const FILE: u32 = 0o100_400;
 /// What the kernel asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call<'a> {
-    Begin { readahead: u32, flags: u32 },
-    LookUp { name: &'a [u8] },
+    Begin {
+        readahead: u32,
+        flags: u32,
+    },
+    LookUp {
+        name: &'a [u8],
+    },
     Attributes,
     Open,
-    Read { offset: u64, size: u32 },
+    Read {
+        offset: u64,
+        size: u32,
+    },
     Release,
     /// Wants no answer.
     Forget,

@@ -8,6 +8,7 @@ use std::io::IoSlice;
 use std::num::NonZero;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::Scope;
@@ -57,12 +58,15 @@ pub(crate) fn start<'scope, 'env: 'scope>(
     scope.spawn(move || keep(directory, &told, &ended));
     let gone = |_| Err(std::io::Error::other("the thread ended"));
     let (device, images) = mounted.recv().unwrap_or_else(gone).map_err(failed)?;
-    let device = std::sync::Arc::new(device);
-    let files = std::sync::Arc::new(Files { pages, opened: pages.names().map(|_| AtomicBool::new(false)).collect() });
-    let threads = std::thread::available_parallelism().map_or(1, NonZero::get).clamp(2, MOST);
-    for _ in 0..threads {
-        let (device, files) = (std::sync::Arc::clone(&device), std::sync::Arc::clone(&files));
+    let device = Arc::new(device);
+    let files = Arc::new(Files { pages, opened: pages.names().map(|_| AtomicBool::new(false)).collect() });
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    for _ in 0..cores.clamp(2, MOST) {
+        let (device, files) = (Arc::clone(&device), Arc::clone(&files));
         scope.spawn(move || files.serve(&device));
+    }
+    // CRIU has work of its own while they are ahead of it.
+    for _ in 0..cores.saturating_sub(1).clamp(1, MOST) {
         scope.spawn(|| pages.run());
     }
     Ok(Served { pages, images, _end: end })
@@ -73,7 +77,9 @@ pub(crate) fn is_possible(directory: &Path) -> bool {
     let nothing = Whole { name: String::new(), packs: Vec::new(), images: Vec::new(), suspects: Suspects::default() };
     let pages = Ahead::new(&nothing, &|| Ok(()));
     let tried = std::thread::scope(|scope| start(scope, &pages, directory).map(drop));
-    tried.inspect_err(|error| tracing::info!(%error, "restores put the memory images together before CRIU begins")).is_ok()
+    tried
+        .inspect_err(|error| tracing::info!(%error, "restores put the memory images together before CRIU begins"))
+        .is_ok()
 }
 
 /// Mounts, and unmounts at the end. It must be a thread of its own.
@@ -132,23 +138,21 @@ impl Files<'_> {
         let size = image.and_then(|image| self.pages.size(image));
         let answer = match (call, image, size) {
             (Call::Forget, ..) => return,
-            (Call::Read { offset, size }, Some(image), _) => {
-                match self.pages.read(image, offset, size, blocks) {
-                    Some(parts) => {
-                        let length = parts.iter().map(|part| part.bytes().len()).sum();
-                        let head = fuse::head(unique, length);
-                        let slices: Vec<IoSlice<'_>> = std::iter::once(&head[..])
-                            .chain(parts.iter().map(|part| part.bytes()))
-                            .map(IoSlice::new)
-                            .collect();
-                        let _ = rustix::io::writev(device, &slices);
-                        drop(slices);
-                        self.pages.give_back(parts);
-                        return;
-                    }
-                    None => fuse::refusal(unique, Errno::IO),
+            (Call::Read { offset, size }, Some(image), _) => match self.pages.read(image, offset, size, blocks) {
+                Some(parts) => {
+                    let length = parts.iter().map(|part| part.bytes().len()).sum();
+                    let head = fuse::head(unique, length);
+                    let slices: Vec<IoSlice<'_>> = std::iter::once(&head[..])
+                        .chain(parts.iter().map(|part| part.bytes()))
+                        .map(IoSlice::new)
+                        .collect();
+                    let _ = rustix::io::writev(device, &slices);
+                    drop(slices);
+                    self.pages.give_back(parts);
+                    return;
                 }
-            }
+                None => fuse::refusal(unique, Errno::IO),
+            },
             (Call::Begin { readahead, flags }, ..) => fuse::begun(unique, readahead, flags),
             (Call::LookUp { name }, ..) => match self.pages.find(name) {
                 Some(image) => fuse::found(unique, image as u64 + 2, self.pages.size(image).unwrap_or(0)),
