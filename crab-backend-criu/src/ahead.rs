@@ -66,6 +66,12 @@ enum Slot {
 }
 
 impl<'a> Ahead<'a> {
+    /// Whether there are few enough images: where many are read at once, pieces go before they are used, and are made
+    /// again and again.
+    pub(crate) fn suits(whole: &Whole) -> bool {
+        whole.images.iter().filter(|image| is_memory(&image.name)).count() <= READY / 2
+    }
+
     pub(crate) fn new(whole: &'a Whole, wanted: &'a (dyn Fn() -> Result<()> + Sync)) -> Self {
         let images: Vec<&Image> = whole.images.iter().filter(|image| is_memory(&image.name)).collect();
         let mut pieces = Vec::new();

@@ -24,8 +24,8 @@
 //!
 //! A restore has CRIU read the memory straight from the packs, through a FUSE file system that nobody else sees, so
 //! nothing is written first and no second copy is kept. Where this process may not mount one (`/dev/fuse` is needed),
-//! and with an OCI runtime, the images are put together in memory before CRIU begins, and it gives each page back as it
-//! goes into a task. That takes about twice as long, and the memory must be free.
+//! with an OCI runtime, and with more than 32 processes, the images are put together in memory before CRIU begins, and
+//! it gives each page back as it goes into a task. That takes longer, and the memory must be free.
 //!
 //! # Shorter freezes
 //! With [`CriuBuilder::incremental`], and on a kernel that marks written pages, a capture copies the memory while the

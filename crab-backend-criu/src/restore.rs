@@ -106,8 +106,8 @@ pub(crate) fn run(
         externals::given(&body.external, inherited).map_err(stopped)?;
     let bind = CString::new(sandbox.root.as_os_str().as_bytes())
         .map_err(|_| stopped(Error::new(ErrorKind::InvalidInput, "the root's path holds a zero byte")))?;
-    // Our own CRIU reads the memory from us. A runtime's could not.
-    let served = inner.serves();
+    // Our own CRIU reads the memory from us. A runtime's could not, and many tasks at once would be slow.
+    let served = Ahead::suits(&whole) && inner.serves();
     let first = |name: &str| !served || !is_memory(name);
     let area = inner.area_for(whole.size(first));
     let scratch = area.directory().map_err(stopped)?;
