@@ -67,6 +67,33 @@ impl EndState {
     }
 }
 
+impl Judge {
+    /// What is compared of an output.
+    #[must_use]
+    pub fn comparable(&self, output: &str) -> String {
+        let masked = self.volatile.mask(output);
+        if !self.unordered {
+            return masked.into_owned();
+        }
+        let mut lines: Vec<&str> = masked.lines().collect();
+        lines.sort_unstable();
+        lines.join("\n")
+    }
+
+    /// What is compared of a message of the conversation, or of a part of one.
+    #[must_use]
+    pub fn comparable_message(&self, message: &Value) -> Value {
+        match message {
+            Value::String(text) => Value::String(self.comparable(text)),
+            Value::Array(items) => items.iter().map(|item| self.comparable_message(item)).collect(),
+            Value::Object(fields) => {
+                fields.iter().map(|(key, value)| (key.clone(), self.comparable_message(value))).collect()
+            }
+            other => other.clone(),
+        }
+    }
+}
+
 fn first_line(text: &str) -> &str {
     text.lines().next().unwrap_or("")
 }
@@ -183,6 +210,7 @@ fn hash(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::volatile::Volatile;
 
     #[test]
     fn every_kind_of_difference_is_seen() {
@@ -217,6 +245,18 @@ mod tests {
         assert_eq!(first, see(["tmp.c", "tmp.d"], "made tmp.c"));
         assert_ne!(first, see(["tmp.c", "d"], "made tmp.c"), "another name");
         assert_ne!(first, see(["tmp.c", "tmp.d"], "took tmp.c"), "another content");
+    }
+
+    #[test]
+    fn outputs_are_compared_without_what_is_declared_of_them() {
+        let strict = Judge::default();
+        let value = serde_json::json!({"content": ["b at 10:11\na", 1]});
+        assert_eq!(strict.comparable_message(&value), value);
+        let loose = Judge { volatile: Volatile::recorded(), unordered: true, ..Judge::default() };
+        let other = serde_json::json!({"content": ["a\nb at 12:13", 1]});
+        assert_eq!(loose.comparable_message(&value), loose.comparable_message(&other));
+        let another = serde_json::json!({"content": ["a\nc at 12:13", 1]});
+        assert_ne!(loose.comparable_message(&value), loose.comparable_message(&another));
     }
 
     #[test]

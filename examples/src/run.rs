@@ -593,7 +593,7 @@ impl<'a> Run<'a> {
         for probe in &judge.probes {
             let options = self.runner.commands.clone();
             let answer = self.exec(probe.clone(), options).await?.unwrap_or_else(|| "(the sandbox is dead)".to_owned());
-            probes.push((probe.clone(), judge.volatile.mask(&answer).into_owned()));
+            probes.push((probe.clone(), judge.comparable(&answer)));
         }
         if let Some(service) = self.service.take() {
             let told = service.release(&self.id).await?;
@@ -605,8 +605,8 @@ impl<'a> Run<'a> {
             }
         }
         self.sandbox.kill()?;
-        let (root, conversation) = (self.sandbox.root(), self.agent.messages());
-        let conversation = conversation.iter().map(|message| judge.volatile.mask_value(message)).collect();
+        let (root, messages) = (self.sandbox.root(), self.agent.messages());
+        let conversation = messages.iter().map(|message| judge.comparable_message(message)).collect();
         let tree = tokio::task::spawn_blocking(move || describe_tree(&root, &judge))
             .await
             .map_err(|e| Error::new(ErrorKind::Internal, "the judge broke off").caused_by(e))??;

@@ -36,6 +36,9 @@ pub struct Judge {
     /// Text that differs from run to run without any fault, wherever it stands.
     #[serde(default)]
     pub volatile: Volatile,
+    /// The lines of an output have no order that can be relied on, since several processes write them at once.
+    #[serde(default)]
+    pub unordered: bool,
 }
 
 /// Tools that only read.
@@ -167,7 +170,8 @@ impl Session {
 
     /// [Loads](Self::load) a session that was recorded elsewhere. Of the calls that it made at once, only those that read
     /// run at once, since a command may write what another reads; and the judge leaves out git's index, which holds the
-    /// times of the files, and [volatile text](Volatile::recorded).
+    /// times of the files, [volatile text](Volatile::recorded) and
+    /// the order of lines.
     ///
     /// # Errors
     /// Those of [`load`](Self::load).
@@ -178,6 +182,7 @@ impl Session {
         }
         session.judge.ignore.push(format!("{}/.git/index", session.cwd));
         session.judge.volatile = Volatile::recorded();
+        session.judge.unordered = true;
         Ok(session)
     }
 

@@ -16,8 +16,8 @@ const KEPT: usize = 40;
 /// The rule, for people.
 pub(crate) const RULE: &str = "Of the recorded sessions every one with at most 100 responses, cut after its 40th. Their \
      repositories are not at hand: each works on a stand-in, in which the files that it reads exist and those that it \
-     edits hold what it replaces. Times, durations, made-up names of temporary files, numbers of processes and addresses \
-     are left out of what is compared of them. Those that do not end the same twice without any fault all the same are \
+     edits hold what it replaces. Times, durations, made-up names of temporary files, numbers of processes, addresses \
+     and the order of lines in an output are left out of what is compared of them. Those that do not end the same twice without any fault all the same are \
      left out, by name.";
 
 /// A session to work through.
