@@ -48,12 +48,6 @@ impl Volatile {
         Self(RECORDED.iter().filter_map(|pattern| Regex::new(pattern).ok()).collect())
     }
 
-    /// Whether nothing is declared.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// The text without it.
     #[must_use]
     pub fn mask<'a>(&self, text: &'a str) -> Cow<'a, str> {
