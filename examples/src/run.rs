@@ -664,6 +664,17 @@ impl<'a> Run<'a> {
         (self.runner.progress)(&Progress::Crashed);
     }
 
+    /// Whether the sandbox is dead, or about to be.
+    async fn dies(&self) -> bool {
+        for _ in 0..20 {
+            if self.is_dead() {
+                return true;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        false
+    }
+
     fn is_dead(&self) -> bool {
         self.sandbox.condition().is_ok_and(|condition| condition == Condition::Stopped)
     }
@@ -676,7 +687,9 @@ impl<'a> Run<'a> {
             .map_err(|e| Error::new(ErrorKind::Internal, "a command's runner broke off").caused_by(e))?;
         match output {
             Ok(output) if output.timed_out => Ok(Some("(the time was up)".to_owned())),
-            Ok(output) => Ok(output.code.map(|_| output.text())),
+            Ok(output) if output.code.is_some() => Ok(Some(output.text())),
+            // A signal ended it: alone, or with all others.
+            Ok(output) => Ok((!self.dies().await).then(|| output.text())),
             Err(error) if error.sandbox_condition() == Some(Condition::Stopped) => Ok(None),
             Err(_) if self.is_dead() => Ok(None),
             Err(error) => Err(error),

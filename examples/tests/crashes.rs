@@ -4,6 +4,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crab_core::{Error, Result};
 use crab_examples::crash::{Crash, Moment, Numbers};
@@ -101,4 +102,17 @@ async fn a_sandbox_that_dies_after_its_last_command_is_begun_anew_where_nothing_
     assert!(outcome.crashed);
     assert_eq!(outcome.end.differences(&truth.end), Vec::<String>::new());
     assert_eq!(left_for_good("last-"), Vec::<String>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_that_ends_its_own_shell_does_not_pass_for_a_dead_sandbox() {
+    if lacking() {
+        return;
+    }
+    let lines = [r#"{"task": "go"}"#, r#"{"tool": "bash", "command": "echo before; kill -9 $PPID $$", "llm_turn": 1}"#];
+    let runner = runner(Session::parse("own-shell", &lines.join("\n")).unwrap());
+    let end = tokio::time::timeout(Duration::from_secs(300), runner.truth("shell-truth")).await;
+    let conversation = end.expect("it begins anew for ever").unwrap().end.conversation;
+    assert!(conversation.iter().any(|message| message.to_string().contains("before")), "{conversation:?}");
+    assert_eq!(left_for_good("shell-"), Vec::<String>::new());
 }
