@@ -8,8 +8,8 @@
 //!
 //! What remains was counted. Of system calls a request takes six here and nine in nginx, an event of a stream three in
 //! both, and only the one thread is woken. The rest is code: nginx spends 21,000 instructions of its own on a request,
-//! the coordinator 38,000 on one that is no turn, nine tenths of them in hyper, tokio and what they call, and 69,000 on
-//! a turn, of which the digest of its 8 KiB is 20,000 quick ones. An event of a stream costs nginx 2,000 and the
+//! the coordinator 38,000 on one that is no turn, most of them in hyper, tokio and what they call, and 84,000 on a turn,
+//! of which the digest of its 8 KiB is 20,000 quick ones. An event of a stream costs nginx 2,000 and the
 //! coordinator 10,000; it comes after a pause, so much of that is not in the processor's caches.
 
 mod client;
