@@ -93,7 +93,9 @@ fn table(head: &[&str], rows: Vec<Vec<String>>) -> String {
     for row in rows {
         table.push_str("<tr>");
         for cell in row {
-            let _ = write!(table, "<td>{}</td>", escaped(&cell));
+            // A number is not broken into two lines.
+            let class = if cell.starts_with(|c: char| c.is_ascii_digit()) { " class=\"number\"" } else { "" };
+            let _ = write!(table, "<td{class}>{}</td>", escaped(&cell));
         }
         table.push_str("</tr>");
     }
