@@ -7,11 +7,13 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use linux_raw_sys::btrfs::{
-    btrfs_ioctl_get_subvol_info_args, btrfs_ioctl_ino_lookup_args, btrfs_ioctl_search_args_v2, btrfs_ioctl_search_key,
+    btrfs_ioctl_fs_info_args, btrfs_ioctl_get_subvol_info_args, btrfs_ioctl_ino_lookup_args,
+    btrfs_ioctl_search_args_v2, btrfs_ioctl_search_key,
 };
 use rustix::ioctl::{Updater, ioctl, opcode};
 
 const MAGIC: u8 = 0x94;
+const FILE_SYSTEM: rustix::ioctl::Opcode = opcode::read::<btrfs_ioctl_fs_info_args>(MAGIC, 31);
 const INFO: rustix::ioctl::Opcode = opcode::read::<btrfs_ioctl_get_subvol_info_args>(MAGIC, 60);
 const SEARCH: rustix::ioctl::Opcode = opcode::read_write::<btrfs_ioctl_search_args_v2>(MAGIC, 17);
 const LOOKUP: rustix::ioctl::Opcode = opcode::read_write::<btrfs_ioctl_ino_lookup_args>(MAGIC, 18);
@@ -49,6 +51,15 @@ pub(crate) fn subvolume_info(fd: impl AsFd) -> io::Result<SubvolumeInfo> {
         parent_uuid: info.parent_uuid,
         read_only: info.flags & 1 != 0,
     })
+}
+
+/// What tells a file system from others. `fd` is anything in it.
+pub(crate) fn file_system_id(fd: impl AsFd) -> io::Result<[u8; 16]> {
+    // SAFETY: the structure is made of integers and arrays of them, for which zero is a value.
+    let mut info: btrfs_ioctl_fs_info_args = unsafe { std::mem::zeroed() };
+    // SAFETY: the opcode's argument is this structure, and the kernel writes nothing beyond it.
+    unsafe { ioctl(fd, Updater::<FILE_SYSTEM, _>::new(&mut info))? };
+    Ok(info.fsid)
 }
 
 /// How much one search may answer.

@@ -7,6 +7,7 @@
 
 mod ioctl;
 mod items;
+mod shared_sync;
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -19,6 +20,7 @@ use rustix::fs::{Mode, OFlags, ResolveFlags};
 
 use crate::net::{self, Body, Difference, Inode, Limits, Pair, Side, Since, Stamp, Stop};
 use ioctl::{Key, Searcher, SubvolumeInfo};
+use shared_sync::SharedSync;
 
 /// The tree that lists all trees.
 const ROOT_TREE: u64 = 1;
@@ -61,9 +63,11 @@ impl Subvolume {
         Ok(rustix::fs::fstat(&self.fd)?.st_dev)
     }
 
-    /// Commits what was written, so that the generation tells the truth, and reads it.
+    /// Commits what was written, so that the generation tells the truth, and reads it. Where many
+    /// sandboxes ask, they share commits.
     pub(crate) fn settled(&self) -> io::Result<SubvolumeInfo> {
-        rustix::fs::syncfs(&self.fd)?;
+        let shared = SharedSync::of(ioctl::file_system_id(&self.fd)?);
+        shared.run(self.number()?, || Ok(rustix::fs::syncfs(&self.fd)?))?;
         self.info()
     }
 

@@ -1,0 +1,147 @@
+//! Commits of a file system that all who ask for one at the same time share, and that leave the file system time for
+//! others: `syncfs` writes out everybody's data and holds up everybody's changes, so a hundred sandboxes that each had
+//! their own at every turn would stand still most of the time.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Where more subvolumes than these asked within the last second, commits have to leave time for others.
+const FEW: usize = 4;
+const SECOND: Duration = Duration::from_secs(1);
+/// The file system is then left alone for so many times as long as the last commit took.
+const REST: u32 = 4;
+/// And for no longer than this.
+const MOST_REST: Duration = Duration::from_millis(400);
+
+/// What tells a file system from others.
+pub(super) type FileSystemId = [u8; 16];
+
+/// One for each file system.
+static ALL: Mutex<Option<HashMap<FileSystemId, Arc<SharedSync>>>> = Mutex::new(None);
+
+/// The commits of one file system.
+#[derive(Debug, Default)]
+pub(super) struct SharedSync {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// How many were begun, and which of them was the last that ended well.
+    begun: u64,
+    done: u64,
+    running: bool,
+    /// Not before this.
+    next: Option<Instant>,
+    /// When each subvolume last asked, of those that did within the last second before the last commit.
+    asked: HashMap<u64, Instant>,
+}
+
+impl SharedSync {
+    /// That of a file system.
+    pub(super) fn of(file_system: FileSystemId) -> Arc<Self> {
+        let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(all.get_or_insert_default().entry(file_system).or_default())
+    }
+
+    /// Returns when a commit has ended that began after this call did, on behalf of a subvolume. Blocks: for the commit,
+    /// for the one before it, and for a time of rest between them where many ask.
+    ///
+    /// # Errors
+    /// That of `sync`, where it was this call that ran it.
+    pub(super) fn run(&self, subvolume: u64, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        let mut state = self.state();
+        state.asked.insert(subvolume, Instant::now());
+        let wanted = state.begun + 1;
+        loop {
+            if state.done >= wanted {
+                return Ok(());
+            }
+            let rest = state.next.map_or(Duration::ZERO, |next| next.saturating_duration_since(Instant::now()));
+            state = if state.running {
+                self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+            } else if rest > Duration::ZERO {
+                self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0
+            } else {
+                break;
+            };
+        }
+        state.running = true;
+        state.begun += 1;
+        let this = state.begun;
+        drop(state);
+        let begun = Instant::now();
+        let result = sync();
+        let mut state = self.state();
+        let now = Instant::now();
+        state.running = false;
+        state.asked.retain(|_, asked| now.saturating_duration_since(*asked) < SECOND);
+        let rest = now.saturating_duration_since(begun).saturating_mul(REST).min(MOST_REST);
+        state.next = now.checked_add(rest).filter(|_| state.asked.len() > FEW);
+        if result.is_ok() {
+            state.done = this;
+        }
+        self.changed.notify_all();
+        result
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing panics under the lock.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    #[test]
+    fn who_asks_gets_a_commit_that_began_later_and_shares_it() {
+        let (shared, data, committed, commits) =
+            (SharedSync::default(), AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        let sync = &|| {
+            let seen = data.load(Ordering::SeqCst);
+            std::thread::sleep(Duration::from_millis(2));
+            committed.fetch_max(seen, Ordering::SeqCst);
+            commits.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        };
+        let all = &std::sync::Barrier::new(32);
+        std::thread::scope(|scope| {
+            let (shared, data, committed) = (&shared, &data, &committed);
+
+            for number in 0..32 {
+                scope.spawn(move || {
+                    all.wait();
+                    for _ in 0..4 {
+                        let mine = data.fetch_add(1, Ordering::SeqCst) + 1;
+                        shared.run(number, sync).unwrap();
+                        assert!(committed.load(Ordering::SeqCst) >= mine, "what was written before is not on disk");
+                    }
+                });
+            }
+        });
+        let commits = commits.load(Ordering::SeqCst);
+        assert!((4..128).contains(&commits), "{commits} commits for 128 calls of 32 threads");
+    }
+
+    #[test]
+    fn a_commit_that_failed_answers_nobody() {
+        let shared = SharedSync::default();
+        let failed = shared.run(1, || Err(io::Error::other("broken")));
+        assert_eq!(failed.unwrap_err().to_string(), "broken");
+        let mut ran = false;
+        shared
+            .run(1, || {
+                ran = true;
+                Ok(())
+            })
+            .unwrap();
+        assert!(ran, "the next one needs a commit of its own");
+    }
+}
