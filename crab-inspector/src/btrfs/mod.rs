@@ -63,8 +63,8 @@ impl Subvolume {
         Ok(rustix::fs::fstat(&self.fd)?.st_dev)
     }
 
-    /// Commits what was written, so that the generation tells the truth, and reads it. Where many
-    /// sandboxes ask, they share commits.
+    /// Commits what was written, so that the generation tells the truth, and reads it. Where many ask,
+    /// they share commits.
     pub(crate) fn settled(&self) -> io::Result<SubvolumeInfo> {
         let shared = SharedSync::of(ioctl::file_system_id(&self.fd)?);
         shared.run(self.number()?, || Ok(rustix::fs::syncfs(&self.fd)?))?;

@@ -114,7 +114,6 @@ mod tests {
         let all = &std::sync::Barrier::new(32);
         std::thread::scope(|scope| {
             let (shared, data, committed) = (&shared, &data, &committed);
-
             for number in 0..32 {
                 scope.spawn(move || {
                     all.wait();
