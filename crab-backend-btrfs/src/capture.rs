@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crab_backend_files::{Snapshot, artifacts, refuse_late};
-use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, Sandbox, SandboxId};
+use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, Sandbox, SandboxId, keep_house};
 use rustix::fs::RenameFlags;
 use rustix::io::Errno;
 
@@ -101,7 +101,7 @@ impl Snapshot for Staged {
         let locked = versions.lock(&sandbox);
         // Within one directory, since a read-only subvolume cannot be moved to another.
         let (from, to) = (capture_name(&artifact), artifact.as_str());
-        match rustix::fs::renameat_with(&directory, &from, &directory, to, RenameFlags::NOREPLACE) {
+        match keep_house(|| rustix::fs::renameat_with(&directory, &from, &directory, to, RenameFlags::NOREPLACE)) {
             Ok(()) => snapshot.name = Some(to.into()),
             Err(Errno::EXIST) => {
                 return Err(artifacts::taken(&sandbox, &artifact));

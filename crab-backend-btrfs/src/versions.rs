@@ -24,7 +24,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use crab_backend_files::{Locked, Locks, artifacts};
-use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, SandboxId};
+use crab_core::{Artifact, ArtifactId, Error, ErrorKind, Result, SandboxId, keep_house};
 use rustix::io::Errno;
 
 use crate::failure;
@@ -122,7 +122,7 @@ impl Versions {
     /// Removes a sandbox's directory where it is empty.
     pub(crate) fn tidy(&self, id: &SandboxId) {
         // Not being empty is the usual reason, and no other does harm.
-        let _ = fs::remove_dir(self.directory(id));
+        let _ = keep_house(|| fs::remove_dir(self.directory(id)));
     }
 
     /// Refuses a name under which something is stored or in the making.
@@ -266,7 +266,7 @@ pub(crate) fn is_unfinished(name: &OsStr) -> bool {
 }
 
 fn make_directory(path: &Path) -> Result<()> {
-    match fs::DirBuilder::new().mode(0o700).create(path) {
+    match keep_house(|| fs::DirBuilder::new().mode(0o700).create(path)) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
             Err(Error::io(format_args!("create the directory {}", path.display()), error))
         }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use crab_core::{
     Artifact, ArtifactId, Capabilities, CaptureRequest, Captured, CheckpointBackend, Domain, Error, ErrorKind,
-    Prepared, RestoreTarget, Restored, Result, Sandbox, SandboxId,
+    Prepared, RestoreTarget, Restored, Result, Sandbox, SandboxId, keep_house,
 };
 
 use crate::area::Area;
@@ -373,7 +373,7 @@ impl CheckpointBackend for CriuBackend {
 
     async fn remove(&self, artifact: &Artifact) -> Result<()> {
         let (inner, artifact) = (Arc::clone(&self.inner), self.own(artifact)?);
-        blocking(move || inner.store.remove(&artifact.sandbox, &artifact.id)).await
+        blocking(move || keep_house(|| inner.store.remove(&artifact.sandbox, &artifact.id))).await
     }
 
     async fn list(&self, id: &SandboxId) -> Result<Vec<Artifact>> {
@@ -412,7 +412,7 @@ impl Captured for CriuCapture {
             let Dumped { name, scratch, precopy, like, external, facts, .. } = dumped;
             let images = scratch.images();
             let united = precopy.map_or_else(|| Ok(HashMap::new()), |precopy| precopy.unite(&images))?;
-            inner.store.persist(name, Dump { images: &images, united, like, external, facts })
+            keep_house(|| inner.store.persist(name, Dump { images: &images, united, like, external, facts }))
         })
         .await?;
         Ok(persisted.keep())

@@ -28,6 +28,7 @@ mod delta;
 mod error;
 mod gate;
 mod host;
+mod housekeeping;
 mod id;
 mod manifest;
 mod sandbox;
@@ -48,6 +49,7 @@ pub use delta::{Change, Delta, Effects, Evidence, Rebase, StateDelta, Token, Unk
 pub use error::{Advice, Error, ErrorKind, Result};
 pub use gate::{Exposure, Gate, GateExposure, GateHold, GateOpener, Verdict};
 pub use host::{Condition, SandboxHost};
+pub use housekeeping::{HOUSEKEEPER, keep_house};
 pub use id::{ArtifactId, Label, OperationId, SandboxId, TurnNumber, VersionId};
 pub use manifest::{Half, HostFacts, MANIFEST_FORMAT, Manifest, Origin, Timings};
 pub use sandbox::{External, InheritedFd, Sandbox};

@@ -12,6 +12,9 @@
 /* Different depths of cgroups under which sandboxes lie. */
 #define MOST_LEVELS 4
 
+/* The name of a thread that changes no file of a sandbox: crab_core::HOUSEKEEPER. */
+#define HOUSEKEEPER "crab-housework"
+
 /* In place of a sandbox: several share the number of their root, or the device that it lies on. */
 #define SHARED_ROOT ((u32)-1)
 /* What is counted of others than sandboxes: changes to btrfs, and to devices that several sandboxes share. */

@@ -60,6 +60,11 @@ pub(crate) fn usage_usec(top: &Path) -> io::Result<u64> {
         .ok_or_else(|| io::Error::other("cpu.stat has no usage_usec"))
 }
 
+/// Whether the subtree is to be frozen, by its own setting. What cannot be read counts as not.
+pub(crate) fn is_frozen(top: &Path) -> bool {
+    fs::read_to_string(top.join("cgroup.freeze")).is_ok_and(|text| text.trim() == "1")
+}
+
 /// Whether reading failed because the cgroup or task ceased to be.
 pub(crate) fn gone(error: &io::Error) -> bool {
     let errno = rustix::io::Errno::from_io_error(error);

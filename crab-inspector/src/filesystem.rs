@@ -158,11 +158,17 @@ pub(crate) struct Look {
     pub(crate) mark: Option<Mark>,
     /// All that differs, where it is known.
     pub(crate) difference: Option<Difference>,
+    /// Where they were found equal: all of them at one moment, and not each at its own.
+    pub(crate) at_rest: bool,
 }
 
 impl Look {
+    fn at(mark: Mark) -> Self {
+        Self { change: Change::Unknown(Unknown::NoBase), mark: Some(mark), difference: None, at_rest: false }
+    }
+
     fn unknown(reason: Unknown) -> Self {
-        Self { change: Change::Unknown(reason), mark: None, difference: None }
+        Self { change: Change::Unknown(reason), mark: None, difference: None, at_rest: false }
     }
 
     fn failed(what: &str, error: &std::io::Error) -> Self {
@@ -173,6 +179,14 @@ impl Look {
         self.change = Change::Unchanged;
         self.difference = Some(Difference::default());
     }
+
+    /// Nobody knows whether what was found equal was so at one moment.
+    pub(crate) fn give_up(&mut self) {
+        self.change = changed("files are written while they are compared");
+        self.difference = None;
+        // A digest of files that were written meanwhile is none of any state.
+        self.mark.take_if(|mark| matches!(mark.content, Content::Digest(_)));
+    }
 }
 
 /// What is known besides the files themselves.
@@ -182,6 +196,8 @@ pub(crate) struct Known {
     pub(crate) moment: Option<Moment>,
     /// Files may have been changed by storing to memory, which leaves no time.
     pub(crate) mapped: bool,
+    /// The sandbox stands still until the look is over.
+    pub(crate) frozen: bool,
     pub(crate) limits: Limits,
 }
 
@@ -215,10 +231,26 @@ fn apart(a: &Directory, b: &Directory) -> bool {
     (a.st_dev, a.st_ino) != (b.st_dev, b.st_ino)
 }
 
-/// So often a comparison begins anew because the files were written meanwhile.
-pub(crate) const ATTEMPTS: usize = 3;
+/// So many looks are taken at files that are written meanwhile.
+pub(crate) const TRIES: usize = 4;
 
-/// Looks at the files.
+/// Looks at the files where nothing tells of changes: until those of a subvolume were at rest.
+pub(crate) fn look_alone(root: &Root, mut base: Option<&mut Base>, known: Known) -> Look {
+    let mut tries = TRIES;
+    loop {
+        let mut look = look(root, base.as_deref_mut(), known);
+        if look.change != Change::Unchanged || look.at_rest || !matches!(root, Root::Subvolume(_)) {
+            return look;
+        }
+        tries -= 1;
+        if tries == 0 {
+            look.give_up();
+            return look;
+        }
+    }
+}
+
+/// Looks at the files once.
 pub(crate) fn look(root: &Root, base: Option<&mut Base>, known: Known) -> Look {
     match root {
         Root::Subvolume(live) => look_at_subvolume(live, base, known),
@@ -227,11 +259,10 @@ pub(crate) fn look(root: &Root, base: Option<&mut Base>, known: Known) -> Look {
     }
 }
 
-/// All that is found equal was so at its own moment; whether nothing was written meanwhile is for the caller to tell.
 fn look_at_folder(live: &Folder, base: Option<&Base>, known: Known) -> Look {
     let mark = Mark::new(known.moment, Content::Digest(None));
     let clock = mark.clock;
-    let mut look = Look { change: Change::Unknown(Unknown::NoBase), mark: Some(mark), difference: None };
+    let mut look = Look::at(mark);
     match base {
         Some(Base::Tree { old, made_after }) => {
             let age = Age {
@@ -286,13 +317,12 @@ fn cannot_compare(error: &std::io::Error) -> Change {
 }
 
 fn look_at_subvolume(live: &Subvolume, base: Option<&mut Base>, known: Known) -> Look {
-    let mut info = match live.settled() {
+    let info = match live.settled(known.frozen) {
         Ok(info) => info,
         Err(error) => return Look::failed("cannot read the subvolume's generation", &error),
     };
     let seen = Content::Generation { uuid: info.uuid, generation: info.generation };
-    let mut look =
-        Look { change: Change::Unknown(Unknown::NoBase), mark: Some(Mark::new(known.moment, seen)), difference: None };
+    let mut look = Look::at(Mark::new(known.moment, seen));
     let Some(base) = base else { return look };
     match live.has_nested() {
         Ok(false) => {}
@@ -305,7 +335,8 @@ fn look_at_subvolume(live: &Subvolume, base: Option<&mut Base>, known: Known) ->
     }
     let (lineage, equal_at) = match base {
         Base::Mark(mark) => {
-            look.change = if mark.content == seen {
+            look.at_rest = mark.content == seen;
+            look.change = if look.at_rest {
                 Change::Unchanged
             } else {
                 changed("the subvolume was written, and there is no snapshot to compare with")
@@ -320,46 +351,25 @@ fn look_at_subvolume(live: &Subvolume, base: Option<&mut Base>, known: Known) ->
         // Only folders have one.
         Base::Tree { .. } => return look,
     };
-    for _ in 0..ATTEMPTS {
-        if info.generation == *equal_at {
-            look.equal();
-            return look;
-        }
-        let compared = lineage.compare(live, known.limits);
-        match compared {
-            Ok(difference) if !difference.is_empty() => {
-                look.change = Change::Changed(describe(live, &difference));
-                look.difference = Some(difference);
-                return look;
-            }
-            Ok(_) => {}
-            Err(Stop::TooMuch(what)) => {
-                look.change = changed(what);
-                return look;
-            }
-            Err(Stop::Failed(error)) => {
-                look.change = cannot_compare(&error);
-                return look;
-            }
-        }
-        // All was equal, each part at its moment. That is a state that was there only if nothing was written meanwhile.
-        match live.settled() {
-            Ok(now) if now.generation == info.generation => *equal_at = now.generation,
-            Ok(now) => info = now,
-            Err(error) => return Look::failed("cannot read the subvolume's generation", &error),
-        }
-    }
     if info.generation == *equal_at {
         look.equal();
-    } else {
-        look.change = written_meanwhile();
+        look.at_rest = true;
+        return look;
+    }
+    match lineage.compare(live, known.limits) {
+        Ok(difference) if difference.is_empty() => {
+            look.equal();
+            // Was it written meanwhile, then this generation never comes again.
+            *equal_at = info.generation;
+        }
+        Ok(difference) => {
+            look.change = Change::Changed(describe(live, &difference));
+            look.difference = Some(difference);
+        }
+        Err(Stop::TooMuch(what)) => look.change = changed(what),
+        Err(Stop::Failed(error)) => look.change = cannot_compare(&error),
     }
     look
-}
-
-/// A comparison that did not come to an end.
-pub(crate) fn written_meanwhile() -> Change {
-    changed("files are written while they are compared")
 }
 
 fn changed(why: &str) -> Change {

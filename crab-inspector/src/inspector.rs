@@ -229,7 +229,7 @@ impl StateDelta for Inspector {
             verdict: None,
             holdings: None,
             mark: None,
-            settled: None,
+            answer: None,
             mapped: true,
             asynchronous: false,
         };
@@ -289,14 +289,30 @@ struct Watched {
     verdict: Option<Change>,
     /// What the last look at the files saw.
     mark: Option<Mark>,
-    /// A moment at which the files were those of the version.
-    settled: Option<Moment>,
+    /// What is known of the files. It stays true as long as nothing is told of.
+    answer: Option<Answer>,
     /// A process may have a file mapped that it can change by storing to memory.
     mapped: bool,
     /// A process can have files changed without a system call of its own.
     asynchronous: bool,
     /// What the processes of the version hold, once it was needed. It stays true while they do nothing.
     holdings: Option<Arc<Holdings>>,
+}
+
+/// What a look at the files found, where changes after it are told of.
+#[derive(Clone, Debug)]
+struct Answer {
+    /// The moment of the look.
+    moment: Moment,
+    change: Change,
+    difference: Option<Arc<Difference>>,
+}
+
+impl Answer {
+    /// At a moment the files were those of the version.
+    fn unchanged(moment: Moment) -> Self {
+        Self { moment, change: Change::Unchanged, difference: Some(Arc::default()) }
+    }
 }
 
 impl Drop for Watched {
@@ -346,7 +362,9 @@ impl Watched {
         // Not before all that is needed is there: reading is not repeated for nothing.
         let base = self.base()?.clone();
         self.last.as_ref()?;
-        self.settled?;
+        if self.answer.as_ref()?.change != Change::Unchanged {
+            return None;
+        }
         let (time, outside) = self.read().ok()?;
         let (seen, process) = match self.same_as_last(time) {
             Some(seen) => (seen, self.verdict.clone()?),
@@ -358,12 +376,9 @@ impl Watched {
                 (seen, process)
             }
         };
-        if self.files_touched(outside) {
-            return None;
-        }
+        self.files_still(outside)?;
         self.verdict = Some(process.clone());
         self.last = Some(seen.clone());
-        self.mark_moment(outside);
         let effects = self.effects();
         self.ledger.record(token, self.mark.clone(), Some(seen));
         Some(Delta { filesystem: Change::Unchanged, process, effects, token: Token(token) })
@@ -380,21 +395,18 @@ impl Watched {
             Err(error) => (failed(&error), None),
         };
         self.verdict = seen.is_some().then(|| process.clone());
-        let (mut filesystem, difference) = match read {
-            Ok((_, outside)) if !self.files_touched(outside) => {
-                self.mark_moment(outside);
-                (Change::Unchanged, Some(Difference::default()))
-            }
-            Ok((_, outside)) => self.look_at_files(Some(outside)),
-            Err(_) => self.look_at_files(None),
+        let outside = read.ok().map(|(_, outside)| outside);
+        let (mut filesystem, difference) = match outside.and_then(|outside| self.files_still(outside)) {
+            Some(answer) => (answer.change, answer.difference),
+            None => self.look_at_files(outside),
         };
         if let Some(alien) = seen.as_ref().and_then(|seen| seen.mounts.alien.as_ref()) {
             let why = format!("the sandbox can write to {alien}");
             filesystem = Change::Unknown(Unknown::Unobservable(why));
-            self.settled = None;
+            self.answer = None;
         }
         if process == Change::Unchanged && filesystem.needs_checkpoint() {
-            process = self.crossing(difference.as_ref()).unwrap_or_else(|error| failed(&error));
+            process = self.crossing(difference.as_deref()).unwrap_or_else(|error| failed(&error));
         }
         let effects = self.effects();
         self.ledger.record(token, self.mark.clone(), seen);
@@ -411,7 +423,7 @@ impl Watched {
             Err(error) => {
                 // Whatever happened, it happened in the interval that is not over.
                 self.last = None;
-                self.settled = None;
+                self.answer = None;
                 self.mapped = true;
                 self.asynchronous = true;
                 self.history.add(Interval {
@@ -500,67 +512,78 @@ impl Watched {
         Ok(seen)
     }
 
-    /// Whether a file may have changed since the files were last found to be those of the version.
-    fn files_touched(&self, outside: u64) -> bool {
-        self.settled.is_none_or(|settled| self.touched_since(settled, outside))
-    }
-
-    fn touched_since(&self, settled: Moment, outside: u64) -> bool {
-        let since = self.history.since(settled.epoch);
-        let may_store = self.mapped || since.left & left::MAPPED != 0;
-        // Once files can change without a task that does it, they have to be looked at.
-        !self.told
-            || self.asynchronous
-            || outside != settled.outside
-            || since.left & (left::FILES | left::ASYNC | left::COMPAT) != 0
-            || may_store && !since.nobody_ran()
-    }
-
-    /// Where the kernel tells of changes and told of none, this moment is as good as that of the last look, and later.
-    fn mark_moment(&mut self, outside: u64) {
+    /// What the last look found, where no file can have changed since. This moment is then as good as that of the look,
+    /// and later.
+    fn files_still(&mut self, outside: u64) -> Option<Answer> {
+        let answer = self.answer.clone().filter(|answer| !self.touched_since(answer.moment, outside))?;
         let moment = Moment { epoch: self.registered.epoch(), outside };
         if let Some(mark) = &mut self.mark {
             *mark = mark.still_at(moment);
         }
+        Some(answer)
+    }
+
+    /// Whether a file may have changed.
+    fn touched_since(&self, moment: Moment, outside: u64) -> bool {
+        let since = self.history.since(moment.epoch);
+        let may_store = self.mapped || since.left & left::MAPPED != 0;
+        // Once files can change without a task that does it, they have to be looked at.
+        !self.told
+            || self.asynchronous
+            || outside != moment.outside
+            || since.left & (left::FILES | left::ASYNC | left::COMPAT) != 0
+            || may_store && !since.nobody_ran()
     }
 
     /// Looks at the files. `outside` was read before.
-    fn look_at_files(&mut self, outside: Option<u64>) -> (Change, Option<Difference>) {
-        if let Some(settled) = self.settled {
-            let since = self.history.since(settled.epoch);
+    fn look_at_files(&mut self, outside: Option<u64>) -> (Change, Option<Arc<Difference>>) {
+        if let Some(answer) = &self.answer {
+            let since = self.history.since(answer.moment.epoch);
             tracing::trace!(left = since.left, call = since.files_act, "the files have to be looked at");
             metrics::counter!("crab_inspector_file_looks_total").increment(1);
         }
-        let begun = outside.map(|outside| Moment { epoch: self.registered.epoch(), outside }).filter(|_| self.told);
-        let look = self.look_until_at_rest(begun);
-        if look.change == Change::Unchanged && begun.is_some() && !self.asynchronous {
-            self.settled = begun;
+        let moment = outside.map(|outside| Moment { epoch: self.registered.epoch(), outside }).filter(|_| self.told);
+        let look = self.look_until_at_rest(moment);
+        let difference = look.difference.map(Arc::new);
+        if let Some(moment) = moment.filter(|_| !self.asynchronous) {
+            let found = !matches!(look.change, Change::Unknown(_));
+            let answer = Answer { moment, change: look.change.clone(), difference: difference.clone() };
+            self.answer = found.then_some(answer);
         }
         self.mark = look.mark;
-        (look.change, look.difference)
+        (look.change, difference)
     }
 
+    /// What was found equal was so at its own moment. That was a state of the files only where none changed meanwhile.
     fn look_until_at_rest(&mut self, moment: Option<Moment>) -> Look {
         let mapped = self.mapped || self.asynchronous;
-        let known = Known { moment, mapped, limits: self.settings.limits };
+        let frozen = crate::cgroup::is_frozen(&self.cgroup);
+        let known = Known { moment, mapped, frozen, limits: self.settings.limits };
         let mut before = moment.map(|moment| moment.outside);
-        for _ in 0..filesystem::ATTEMPTS {
+        // Of a subvolume whose changes are not told of another look tells.
+        let listens = matches!(self.root, Root::Folder(_)) || moment.is_some() && !self.asynchronous;
+        let mut tries = filesystem::TRIES;
+        loop {
             let from = self.registered.epoch();
-            let look = filesystem::look(&self.root, self.files.as_mut(), known);
-            // Of a subvolume the look itself tells whether it was at rest.
-            if look.change != Change::Unchanged || !matches!(self.root, Root::Folder(_)) {
+            let mut look = filesystem::look(&self.root, self.files.as_mut(), known);
+            if look.change != Change::Unchanged || look.at_rest {
                 return look;
             }
-            let Ok((_, outside)) = self.read() else { continue };
-            let since = self.history.since(from);
-            let written = since.left & (left::FILES | left::MAPPED | left::COMPAT) != 0
-                || mapped && !since.nobody_ran()
-                || before.replace(outside) != Some(outside);
-            if !written {
+            if listens && let Ok((_, outside)) = self.read() {
+                let since = self.history.since(from);
+                let written = since.left & (left::FILES | left::MAPPED | left::COMPAT | left::ASYNC) != 0
+                    || mapped && !since.nobody_ran()
+                    || before.replace(outside) != Some(outside);
+                if !written {
+                    return look;
+                }
+            }
+            tries -= 1;
+            if tries == 0 {
+                look.give_up();
                 return look;
             }
         }
-        Look { change: filesystem::written_meanwhile(), mark: None, difference: None }
     }
 
     fn base(&self) -> Option<&Seen> {
@@ -710,10 +733,11 @@ impl Watched {
         if files {
             let mark = self.ledger.filesystem.mark.clone().flatten();
             // The version's files were captured after the mark: where nothing is told of since, they are those.
-            self.settled = mark
+            self.answer = mark
                 .as_ref()
                 .and_then(|mark| mark.moment)
-                .filter(|moment| self.told && self.history.is_whole_since(moment.epoch));
+                .filter(|moment| self.told && self.history.is_whole_since(moment.epoch))
+                .map(Answer::unchanged);
             self.files = filesystem::base(&self.root, base.tree.as_ref(), mark);
             self.tree.clone_from(&base.tree);
         }
@@ -721,7 +745,7 @@ impl Watched {
             self.holdings = None;
             self.verdict = None;
             // The next version of the files may be of a take before this one of the processes.
-            let files = self.settled.map_or(0, |settled| settled.epoch);
+            let files = self.answer.as_ref().map_or(0, |answer| answer.moment.epoch);
             if let Some(epoch) = self.base().map(|base| base.epoch) {
                 self.history.forget_before(epoch.min(files));
             }
@@ -771,7 +795,7 @@ impl Watched {
         self.asynchronous = kept.asynchronous;
         self.history = kept.history;
         self.back = u64::MAX;
-        self.settled = kept.mark.moment.filter(|_| self.told);
+        self.answer = kept.mark.moment.filter(|_| self.told).map(Answer::unchanged);
         self.files = filesystem::base(&self.root, kept.tree.as_ref(), Some(kept.mark.clone()));
         self.tree = kept.tree;
         self.mark = Some(kept.mark.clone());

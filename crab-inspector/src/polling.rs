@@ -93,7 +93,8 @@ impl Watched {
     fn take(&mut self, token: u64, limits: Limits) -> Delta {
         // Processes first: one that changes a file after it was looked at changes it before the files are.
         let (process, census) = self.processes();
-        let files = filesystem::look(&self.root, self.files.as_mut(), Known { moment: None, mapped: true, limits });
+        let known = Known { moment: None, mapped: true, frozen: crate::cgroup::is_frozen(&self.cgroup), limits };
+        let files = filesystem::look_alone(&self.root, self.files.as_mut(), known);
         self.ledger.record(token, files.mark, census);
         // A process that stayed may hold a file that is not what it was. It did not run, so this was done from
         // outside; its open files and their sizes are part of its image.

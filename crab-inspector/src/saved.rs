@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crab_core::SandboxId;
+use crab_core::{SandboxId, keep_house};
 use serde::{Deserialize, Serialize};
 
 use crate::filesystem::Mark;
@@ -108,9 +108,12 @@ impl Folder {
     /// Writes one, whole or not at all. It need not outlive the machine.
     pub(crate) fn write(&self, id: &SandboxId, saved: &Saved) -> io::Result<()> {
         let new = self.0.join(format!("{id}.new"));
-        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
-        file.write_all(&serde_json::to_vec(saved)?)?;
-        fs::rename(new, self.file(id))
+        let text = serde_json::to_vec(saved)?;
+        keep_house(|| {
+            let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+            file.write_all(&text)?;
+            fs::rename(&new, self.file(id))
+        })
     }
 
     /// Reads one, of this boot.
@@ -120,7 +123,7 @@ impl Folder {
     }
 
     pub(crate) fn remove(&self, id: &SandboxId) {
-        match fs::remove_file(self.file(id)) {
+        match keep_house(|| fs::remove_file(self.file(id))) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 tracing::warn!(sandbox = %id, %error, "cannot remove what was kept for a successor");
             }

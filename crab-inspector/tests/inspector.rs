@@ -9,7 +9,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use common::{Bench, Live, able, assert_changed, assert_unchanged, has, shell};
-use crab_core::{Change, Evidence, StateDelta, Unknown};
+use crab_core::{Change, Evidence, StateDelta, Unknown, keep_house};
 use crab_inspector::{Inspector, ProcessRule};
 
 fn bench_with(make: impl FnOnce() -> Inspector) -> Option<Bench<Inspector>> {
@@ -378,6 +378,51 @@ print('ready'); time.sleep(1000)
             assert_unchanged(&delta.process, name);
         }
     }
+}
+
+/// How often the file system that holds the sandbox has written out what everybody changed. Linux tells since 6.1.
+fn commits(bench: &Bench<Inspector>) -> u64 {
+    let of = common::run("findmnt", &[&"-n", &"-o", &"UUID", &bench.image.path]);
+    let stats = fs::read_to_string(format!("/sys/fs/btrfs/{}/commit_stats", of.trim())).unwrap();
+    stats.lines().find_map(|line| line.strip_prefix("commits ")).unwrap().trim().parse().unwrap()
+}
+
+#[test]
+fn files_that_were_looked_at_are_not_looked_at_again_until_they_are_touched() {
+    let Some(mut bench) = bench() else { return };
+    bench.sh("echo x > open; echo y > other");
+    let _live = python(&bench, "import time\nf = open('open')\nprint('ready'); time.sleep(1000)\n");
+    bench.version();
+    for (name, line, changes) in [("a change", "echo z > other", true), ("none", "touch other", false)] {
+        bench.sh(line);
+        let first = bench.take();
+        assert_eq!(first.filesystem.needs_checkpoint(), changes, "{name}: {}", first.filesystem);
+        let before = commits(&bench);
+        for frozen in [false, true].repeat(10) {
+            bench.cgroup.freeze(frozen);
+            // A look would have to write this out.
+            keep_house(|| fs::write(bench.image.path.join("beside"), name)).unwrap();
+            let again = bench.take();
+            assert_eq!((&again.filesystem, &again.process), (&first.filesystem, &first.process), "{name}");
+        }
+        bench.cgroup.freeze(false);
+        // Some the kernel makes by itself.
+        let made = commits(&bench) - before;
+        assert!(made < 5, "{name}: {made} commits for looks at what was known");
+        bench.version();
+    }
+    bench.sh("echo z > third");
+    assert_unchanged(&bench.take().process, "no process holds the file");
+    bench.sh("echo w > open");
+    let delta = bench.take();
+    assert!(matches!(delta.process, Change::Changed(Evidence::Crossing(_))), "{}", delta.process);
+    bench.sh("rm third; echo x > open");
+    let token = bench.take().token;
+    let tree = bench.snapshot();
+    bench.sh("echo v > other");
+    bench.take();
+    bench.rebase(token, true, false, Some(tree));
+    assert_changed(&bench.take().filesystem, "a version does not hold what came after its take");
 }
 
 #[test]

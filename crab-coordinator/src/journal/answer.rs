@@ -131,7 +131,7 @@ impl AnswerWriter {
         let mut first = MAGIC.to_vec();
         push_record(&mut first, HEAD, &stored);
         let create = path.clone();
-        let busy = tokio::task::spawn_blocking(move || {
+        let busy = super::housework(move || {
             let error = |error| Error::io(format_args!("write {}", create.display()), error);
             let dir = create.parent().unwrap_or(Path::new("."));
             super::make_dir(dir)?;
@@ -204,7 +204,7 @@ impl AnswerWriter {
         };
         let data = std::mem::take(&mut self.data);
         let (path, length) = (self.path.clone(), self.length);
-        self.busy = Some(tokio::task::spawn_blocking(move || {
+        self.busy = Some(super::housework(move || {
             let error = |error| Error::io(format_args!("write {}", path.display()), error);
             if !data.is_empty() {
                 let mut header = Vec::with_capacity(RECORD_HEADER);

@@ -25,7 +25,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
-use crab_core::{Error, ErrorKind, Result, SandboxId, TurnNumber};
+use crab_core::{Error, ErrorKind, Result, SandboxId, TurnNumber, keep_house};
 use tokio::task::JoinHandle;
 
 pub(crate) use answer::{AnswerName, AnswerReader, AnswerWriter, Head};
@@ -146,7 +146,7 @@ impl Journal {
         let thread_dir = dir.to_owned();
         let thread = std::thread::Builder::new()
             .name("crab-journal".into())
-            .spawn(move || run(&thread_dir, &jobs))
+            .spawn(move || keep_house(|| run(&thread_dir, &jobs)))
             .map_err(|error| Error::io("start the journal's thread", error))?;
         let journal = Self { dir: dir.to_owned(), limits, remover: Remover(sender), thread: Some(thread), _lock: lock };
         Ok((journal, found))
@@ -202,6 +202,11 @@ impl Drop for Journal {
             let _ = thread.join();
         }
     }
+}
+
+/// Runs what writes to the journal on a thread that may block.
+fn housework<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> tokio::task::JoinHandle<T> {
+    tokio::task::spawn_blocking(move || keep_house(work))
 }
 
 fn private() -> OpenOptions {

@@ -6,7 +6,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crab_core::{Error, ErrorKind, Result};
+use crab_core::{Error, ErrorKind, Result, keep_house};
 
 use super::io_error;
 use crate::nonce::nonce;
@@ -56,6 +56,10 @@ impl Writer {
 
     /// Replaces or makes `dir/name`: temporary file, fsync, rename, fsync of the directory.
     pub(super) fn write(&self, dir: &Path, name: &str, text: &str) -> Result<(), WriteFailed> {
+        keep_house(|| self.replace(dir, name, text))
+    }
+
+    fn replace(&self, dir: &Path, name: &str, text: &str) -> Result<(), WriteFailed> {
         let path = dir.join(name);
         let before = |error: Error| WriteFailed { error, maybe_written: false };
         let after = |error: Error| WriteFailed { error, maybe_written: true };
@@ -100,7 +104,7 @@ impl Writer {
     pub(super) fn remove(&self, dir: &Path, name: &str) -> Result<()> {
         self.check()?;
         self.steps.reach("store.unlink")?;
-        match fs::remove_file(dir.join(name)) {
+        match keep_house(|| fs::remove_file(dir.join(name))) {
             Ok(()) => self.sync_dir(dir),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
             Err(error) => Err(io_error(format!("remove {}", dir.join(name).display()), error)),
@@ -111,7 +115,7 @@ impl Writer {
     pub(super) fn rename(&self, dir: &Path, from: &str, to: &str) -> Result<()> {
         self.check()?;
         self.steps.reach("store.rename")?;
-        fs::rename(dir.join(from), dir.join(to))
+        keep_house(|| fs::rename(dir.join(from), dir.join(to)))
             .map_err(|source| io_error(format!("rename {}", dir.join(from).display()), source))?;
         self.sync_dir(dir)
     }
@@ -124,9 +128,7 @@ impl Writer {
         }
         self.check()?;
         self.steps.reach("store.mkdir")?;
-        DirBuilder::new()
-            .mode(0o700)
-            .create(&path)
+        keep_house(|| DirBuilder::new().mode(0o700).create(&path))
             .map_err(|source| io_error(format!("make the directory {}", path.display()), source))?;
         self.sync_dir(parent)
     }

@@ -64,10 +64,11 @@ impl Subvolume {
     }
 
     /// Commits what was written, so that the generation tells the truth, and reads it. Where many ask,
-    /// they share commits.
-    pub(crate) fn settled(&self) -> io::Result<SubvolumeInfo> {
+    /// they share commits, and
+    /// wait in between where the sandbox is not `frozen`.
+    pub(crate) fn settled(&self, frozen: bool) -> io::Result<SubvolumeInfo> {
         let shared = SharedSync::of(ioctl::file_system_id(&self.fd)?);
-        shared.run(self.number()?, || Ok(rustix::fs::syncfs(&self.fd)?))?;
+        shared.run(self.number()?, frozen, || Ok(rustix::fs::syncfs(&self.fd)?))?;
         self.info()
     }
 

@@ -48,11 +48,12 @@ impl SharedSync {
     }
 
     /// Returns when a commit has ended that began after this call did, on behalf of a subvolume. Blocks: for the commit,
-    /// for the one before it, and for a time of rest between them where many ask.
+    /// for the one before it, and for a time of rest between them where many ask; not for the rest where a sandbox
+    /// is `frozen` until this returns.
     ///
     /// # Errors
     /// That of `sync`, where it was this call that ran it.
-    pub(super) fn run(&self, subvolume: u64, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    pub(super) fn run(&self, subvolume: u64, frozen: bool, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         let mut state = self.state();
         state.asked.insert(subvolume, Instant::now());
         let wanted = state.begun + 1;
@@ -60,7 +61,8 @@ impl SharedSync {
             if state.done >= wanted {
                 return Ok(());
             }
-            let rest = state.next.map_or(Duration::ZERO, |next| next.saturating_duration_since(Instant::now()));
+            let next = state.next.filter(|_| !frozen);
+            let rest = next.map_or(Duration::ZERO, |next| next.saturating_duration_since(Instant::now()));
             state = if state.running {
                 self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
             } else if rest > Duration::ZERO {
@@ -96,7 +98,7 @@ impl SharedSync {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -119,7 +121,7 @@ mod tests {
                     all.wait();
                     for _ in 0..4 {
                         let mine = data.fetch_add(1, Ordering::SeqCst) + 1;
-                        shared.run(number, sync).unwrap();
+                        shared.run(number, false, sync).unwrap();
                         assert!(committed.load(Ordering::SeqCst) >= mine, "what was written before is not on disk");
                     }
                 });
@@ -130,13 +132,31 @@ mod tests {
     }
 
     #[test]
+    fn a_frozen_sandbox_does_not_wait_for_the_rest_and_others_share_its_commit() {
+        let shared = Arc::new(SharedSync::default());
+        shared.state().next = Instant::now().checked_add(Duration::from_secs(86_400));
+        let (done, ended) = std::sync::mpsc::channel();
+        for (subvolume, frozen) in [(1, false), (2, false), (3, true)] {
+            let (other, done) = (Arc::clone(&shared), done.clone());
+            std::thread::spawn(move || done.send(other.run(subvolume, frozen, || Ok(())).map(|()| subvolume)));
+            while !shared.state().asked.contains_key(&subvolume) && shared.state().done == 0 {
+                std::thread::yield_now();
+            }
+        }
+        for _ in 0..3 {
+            ended.recv_timeout(SECOND * 60).expect("nobody waits for the rest").unwrap();
+        }
+        assert_eq!(shared.state().done, 1, "one commit for all");
+    }
+
+    #[test]
     fn a_commit_that_failed_answers_nobody() {
         let shared = SharedSync::default();
-        let failed = shared.run(1, || Err(io::Error::other("broken")));
+        let failed = shared.run(1, false, || Err(io::Error::other("broken")));
         assert_eq!(failed.unwrap_err().to_string(), "broken");
         let mut ran = false;
         shared
-            .run(1, || {
+            .run(1, false, || {
                 ran = true;
                 Ok(())
             })
