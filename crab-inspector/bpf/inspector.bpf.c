@@ -768,10 +768,13 @@ static __always_inline void count_outside(u32 what)
 /* Whether a task of the host says of itself that it changes no file of a sandbox: crab_core::keep_house. */
 static __always_inline bool does_housework(void)
 {
-	char name[16] = {};
+	union {
+		char name[16];
+		u64 words[2];
+	} own = {}, housekeeper = { HOUSEKEEPER };
 
-	bpf_get_current_comm(name, sizeof(name));
-	return !__builtin_memcmp(name, HOUSEKEEPER, sizeof(HOUSEKEEPER));
+	bpf_get_current_comm(own.name, sizeof(own.name));
+	return own.words[0] == housekeeper.words[0] && own.words[1] == housekeeper.words[1];
 }
 
 /* Whether a task of the host does something that changes no file of a subvolume that was there before. */
