@@ -63,12 +63,11 @@ impl Subvolume {
         Ok(rustix::fs::fstat(&self.fd)?.st_dev)
     }
 
-    /// Commits what was written, so that the generation tells the truth, and reads it. Where many ask,
-    /// they share commits, and
-    /// wait in between where the sandbox is not `frozen`.
+    /// Commits what was written, so that the generation tells the truth, and reads it. Blocks, for less
+    /// time where the sandbox is `frozen`.
     pub(crate) fn settled(&self, frozen: bool) -> io::Result<SubvolumeInfo> {
         let shared = SharedSync::of(ioctl::file_system_id(&self.fd)?);
-        shared.run(self.number()?, frozen, || Ok(rustix::fs::syncfs(&self.fd)?))?;
+        shared.run(frozen, || Ok(rustix::fs::syncfs(&self.fd)?))?;
         self.info()
     }
 

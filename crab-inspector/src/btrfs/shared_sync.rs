@@ -7,13 +7,10 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Where more subvolumes than these asked within the last second, commits have to leave time for others.
-const FEW: usize = 4;
-const SECOND: Duration = Duration::from_secs(1);
-/// The file system is then left alone for so many times as long as the last commit took.
-const REST: u32 = 4;
+/// After a commit the file system is left alone for so many times as long as that took.
+const REST: u32 = 10;
 /// And for no longer than this.
-const MOST_REST: Duration = Duration::from_millis(400);
+const MOST_REST: Duration = Duration::from_secs(1);
 
 /// What tells a file system from others.
 pub(super) type FileSystemId = [u8; 16];
@@ -36,8 +33,6 @@ struct State {
     running: bool,
     /// Not before this.
     next: Option<Instant>,
-    /// When each subvolume last asked, of those that did within the last second before the last commit.
-    asked: HashMap<u64, Instant>,
 }
 
 impl SharedSync {
@@ -47,15 +42,14 @@ impl SharedSync {
         Arc::clone(all.get_or_insert_default().entry(file_system).or_default())
     }
 
-    /// Returns when a commit has ended that began after this call did, on behalf of a subvolume. Blocks: for the commit,
-    /// for the one before it, and for a time of rest between them where many ask; not for the rest where a sandbox
-    /// is `frozen` until this returns.
+    /// Returns when a commit has ended that began after this call did, by whoever runs it. Blocks: for the commit, for
+    /// the one before it, and for a time of rest between them; not for the rest where a sandbox is `frozen` until this
+    /// returns.
     ///
     /// # Errors
     /// That of `sync`, where it was this call that ran it.
-    pub(super) fn run(&self, subvolume: u64, frozen: bool, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    pub(super) fn run(&self, frozen: bool, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         let mut state = self.state();
-        state.asked.insert(subvolume, Instant::now());
         let wanted = state.begun + 1;
         loop {
             if state.done >= wanted {
@@ -80,9 +74,8 @@ impl SharedSync {
         let mut state = self.state();
         let now = Instant::now();
         state.running = false;
-        state.asked.retain(|_, asked| now.saturating_duration_since(*asked) < SECOND);
         let rest = now.saturating_duration_since(begun).saturating_mul(REST).min(MOST_REST);
-        state.next = now.checked_add(rest).filter(|_| state.asked.len() > FEW);
+        state.next = now.checked_add(rest);
         if result.is_ok() {
             state.done = this;
         }
@@ -116,12 +109,12 @@ mod tests {
         let all = &std::sync::Barrier::new(32);
         std::thread::scope(|scope| {
             let (shared, data, committed) = (&shared, &data, &committed);
-            for number in 0..32 {
+            for _ in 0..32 {
                 scope.spawn(move || {
                     all.wait();
                     for _ in 0..4 {
                         let mine = data.fetch_add(1, Ordering::SeqCst) + 1;
-                        shared.run(number, false, sync).unwrap();
+                        shared.run(false, sync).unwrap();
                         assert!(committed.load(Ordering::SeqCst) >= mine, "what was written before is not on disk");
                     }
                 });
@@ -132,31 +125,27 @@ mod tests {
     }
 
     #[test]
-    fn a_frozen_sandbox_does_not_wait_for_the_rest_and_others_share_its_commit() {
+    fn a_frozen_sandbox_does_not_wait_for_the_rest_and_neither_do_others_then() {
         let shared = Arc::new(SharedSync::default());
         shared.state().next = Instant::now().checked_add(Duration::from_secs(86_400));
         let (done, ended) = std::sync::mpsc::channel();
-        for (subvolume, frozen) in [(1, false), (2, false), (3, true)] {
-            let (other, done) = (Arc::clone(&shared), done.clone());
-            std::thread::spawn(move || done.send(other.run(subvolume, frozen, || Ok(())).map(|()| subvolume)));
-            while !shared.state().asked.contains_key(&subvolume) && shared.state().done == 0 {
-                std::thread::yield_now();
-            }
+        for frozen in [false, false, true] {
+            let (shared, done) = (Arc::clone(&shared), done.clone());
+            std::thread::spawn(move || done.send(shared.run(frozen, || Ok(()))));
         }
         for _ in 0..3 {
-            ended.recv_timeout(SECOND * 60).expect("nobody waits for the rest").unwrap();
+            ended.recv_timeout(Duration::from_secs(60)).expect("nobody waits for a day").unwrap();
         }
-        assert_eq!(shared.state().done, 1, "one commit for all");
     }
 
     #[test]
     fn a_commit_that_failed_answers_nobody() {
         let shared = SharedSync::default();
-        let failed = shared.run(1, false, || Err(io::Error::other("broken")));
+        let failed = shared.run(false, || Err(io::Error::other("broken")));
         assert_eq!(failed.unwrap_err().to_string(), "broken");
         let mut ran = false;
         shared
-            .run(1, false, || {
+            .run(false, || {
                 ran = true;
                 Ok(())
             })
