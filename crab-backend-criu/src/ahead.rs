@@ -15,8 +15,11 @@ use crate::recipe::Image;
 const PIECE: u32 = 256;
 /// So many pieces lie ready at most.
 const READY: usize = 64;
-/// So many of an image are made ready before it gets there.
-const DEPTH: usize = 16;
+/// So many bytes are made ready before anybody reads. Not more: memory that nobody has touched yet costs more than all
+/// that is done with it.
+const FIRST: usize = 8 << 20;
+/// So many of an image are made ready before it gets there, in room that was used just now.
+const DEPTH: usize = 4;
 
 /// Part of a piece that was asked for.
 pub(crate) struct Part {
@@ -79,8 +82,14 @@ impl<'a> Ahead<'a> {
             crate::rebuild::cut(at, &image.runs, PIECE, &mut pieces);
         }
         let mut slots = vec![Slot::Missing; pieces.len()];
-        slots.iter_mut().take(READY).for_each(|slot| *slot = Slot::Queued);
-        let queue = (0..pieces.len().min(READY)).collect();
+        let mut bytes = 0;
+        let is_early = |piece: &&Piece| {
+            bytes += piece.length();
+            bytes <= FIRST
+        };
+        let early = pieces.iter().take(READY).take_while(is_early).count();
+        slots.iter_mut().take(early).for_each(|slot| *slot = Slot::Queued);
+        let queue = (0..early).collect();
         let state = Mutex::new(State { slots, queue, ..State::default() });
         Self { whole, images, pieces, wanted, state, changed: Condvar::new() }
     }
