@@ -59,7 +59,7 @@ async fn the_program_that_is_killed() {
     }
 }
 
-async fn restore(backend: &CriuBackend, sandbox: &Sandbox, artifact: &Artifact) -> crab_core::Result<()> {
+pub(crate) async fn restore(backend: &CriuBackend, sandbox: &Sandbox, artifact: &Artifact) -> crab_core::Result<()> {
     let inherited = sandbox.inherit(&artifact.external)?;
     let operation = "dying".parse().unwrap();
     let target =

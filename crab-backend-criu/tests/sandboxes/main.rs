@@ -17,3 +17,4 @@ mod refusing;
 mod storing;
 mod support;
 mod trees;
+mod without_fuse;

@@ -9,16 +9,25 @@ use crab_core::{Artifact, CheckpointBackend, Condition, ErrorKind, RestoreTarget
 use crab_examples::sandbox::criu_binary;
 
 use crate::dying;
-use crate::support::{World, get, set, world};
+use crate::support::{get, set, world};
 
-fn place(world: &World, artifact: &Artifact) -> PathBuf {
-    world.images.join(artifact.sandbox.as_str()).join(artifact.id.as_str())
+fn place(images: &Path, artifact: &Artifact) -> PathBuf {
+    images.join(artifact.sandbox.as_str()).join(artifact.id.as_str())
 }
 
 /// A pack of an artifact that has one.
-fn pack(world: &World, artifact: &Artifact) -> PathBuf {
-    let mut names = fs::read_dir(place(world, artifact)).unwrap().map(|entry| entry.unwrap().path());
+pub(crate) fn pack(images: &Path, artifact: &Artifact) -> PathBuf {
+    let mut names = fs::read_dir(place(images, artifact)).unwrap().map(|entry| entry.unwrap().path());
     names.find(|path| path.file_name().unwrap().to_string_lossy().starts_with("pack-")).unwrap()
+}
+
+/// A CRIU that notes when it is started, and the file where it does.
+pub(crate) fn noting_criu(directory: &Path) -> (PathBuf, PathBuf) {
+    let (noting, started) = (directory.join("criu"), directory.join("started"));
+    let script = format!("#!/bin/sh\necho >> '{}'\nexec '{}' \"$@\"\n", started.display(), criu_binary().display());
+    fs::write(&noting, script).unwrap();
+    fs::set_permissions(&noting, fs::Permissions::from_mode(0o700)).unwrap();
+    (noting, started)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -28,7 +37,7 @@ async fn a_flipped_bit_never_reaches_a_task() {
     set(&sandbox, 5);
     let artifact = world.checkpoint(&sandbox).await;
     sandbox.kill().unwrap();
-    let path = pack(&world, &artifact);
+    let path = pack(&world.images, &artifact);
     let whole = fs::read(&path).unwrap();
     let mut torn = whole.clone();
     torn[whole.len() / 2] ^= 0x10;
@@ -49,7 +58,7 @@ async fn a_flipped_bit_never_reaches_a_task() {
 async fn a_block_that_is_damaged_anywhere_in_the_memory_leaves_no_task() {
     let Some(world) = world().await else { return };
     let (sandbox, artifact) = dying::prepared(&world, 48).await;
-    let path = pack(&world, &artifact);
+    let path = pack(&world.images, &artifact);
     let length = fs::metadata(&path).unwrap().len();
     assert!(length > 48 << 20);
     let file = fs::File::options().read(true).write(true).open(&path).unwrap();
@@ -75,7 +84,7 @@ async fn a_link_among_the_images_is_refused() {
     let sandbox = world.with_server();
     let artifact = world.checkpoint(&sandbox).await;
     sandbox.kill().unwrap();
-    let path = pack(&world, &artifact);
+    let path = pack(&world.images, &artifact);
     let aside = world.images.join("aside");
     fs::rename(&path, &aside).unwrap();
     std::os::unix::fs::symlink(&aside, &path).unwrap();
@@ -83,7 +92,7 @@ async fn a_link_among_the_images_is_refused() {
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     fs::remove_file(&path).unwrap();
     fs::rename(&aside, &path).unwrap();
-    fs::write(place(&world, &artifact).join("inventory.img.new"), "x").unwrap();
+    fs::write(place(&world.images, &artifact).join("inventory.img.new"), "x").unwrap();
     assert_eq!(world.backend.verify(&artifact).await.unwrap_err().kind(), ErrorKind::Corrupt);
 }
 
@@ -96,17 +105,13 @@ async fn a_hostile_image_directory_never_reaches_criu() {
     set(&sandbox, 5);
     let artifact = world.checkpoint(&sandbox).await;
     sandbox.kill().unwrap();
-    // The same store, with a CRIU that notes when it is started.
-    let started = world.captures.join("started");
-    let noting = world.captures.join("criu");
-    let script = format!("#!/bin/sh\necho >> '{}'\nexec '{}' \"$@\"\n", started.display(), criu_binary().display());
-    fs::write(&noting, script).unwrap();
-    fs::set_permissions(&noting, fs::Permissions::from_mode(0o700)).unwrap();
+    // The same store, by another CRIU.
+    let (noting, started) = noting_criu(&world.captures);
     let builder = CriuBackend::builder().images(&world.images).capture_dir(&world.captures).binary(&noting);
     let backend = builder.open().await.unwrap();
     assert!(started.exists(), "its version was asked for");
 
-    let (place, pack) = (place(&world, &artifact), pack(&world, &artifact));
+    let (place, pack) = (place(&world.images, &artifact), pack(&world.images, &artifact));
     let (parent, manifest) = (place.parent().unwrap().to_owned(), place.join("manifest.json"));
     let fifo = |path: &Path| mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     let rewrite =
@@ -179,7 +184,7 @@ async fn images_are_readable_by_their_owner_only() {
     let Some(world) = world().await else { return };
     let sandbox = world.with_server();
     let artifact = world.checkpoint(&sandbox).await;
-    let directory = place(&world, &artifact);
+    let directory = place(&world.images, &artifact);
     let mut open = vec![directory.clone(), directory.parent().unwrap().to_owned()];
     open.extend(fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path()));
     for path in open {
