@@ -19,7 +19,7 @@ use crate::oci::{Oci, OciRuntime};
 use crate::program::{self, Program};
 use crate::store::{Dump, Persisted, Store};
 use crate::turns::{Caller, Turns};
-use crate::{area, cut, precopy, restore, serve};
+use crate::{area, cut, marks, restore, serve};
 
 /// What becomes of live TCP connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -230,7 +230,7 @@ impl CriuBuilder {
             };
             let program = program::find(self.binary.as_deref(), &captures)?;
             let incremental = self.incremental
-                && precopy::is_possible().unwrap_or_else(|error| {
+                && marks::is_possible().unwrap_or_else(|error| {
                     tracing::debug!(%error, "this kernel cannot tell which pages were written");
                     false
                 });

@@ -73,6 +73,7 @@ mod files;
 mod fuse;
 mod landlock;
 mod locks;
+mod marks;
 mod mounts;
 mod oci;
 mod orphans;
