@@ -42,9 +42,12 @@ async fn without_fuse_the_memory_is_put_together_before_criu_starts() {
     let before = digest(&sandbox, 0);
     world.checkpoint(&sandbox).await;
     sandbox.kill().unwrap();
-    let hide = "if [ -e /dev/fuse ]; then mount --bind /dev/null /dev/fuse || exit; fi; exec \"$@\"";
+    let nothing = world.captures.join("nothing");
+    fs::write(&nothing, "").unwrap();
+    let hide = "if [ -e /dev/fuse ]; then mount --bind \"$0\" /dev/fuse || exit; fi; exec \"$@\" </dev/null";
     let output = Command::new("unshare")
-        .args(["--mount", "--propagation", "private", "sh", "-c", hide, "sh"])
+        .args(["--mount", "--propagation", "private", "sh", "-c", hide])
+        .arg(nothing)
         .arg(std::env::current_exe().unwrap())
         .args(["--ignored", "--exact", "without_fuse::the_program_without_fuse", "--nocapture"])
         .env(VARIABLE, format!("{} {} {}", sandbox.id(), world.images.display(), world.captures.display()))
