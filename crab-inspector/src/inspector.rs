@@ -560,8 +560,10 @@ impl Watched {
         let frozen = crate::cgroup::is_frozen(&self.cgroup);
         let known = Known { moment, mapped, frozen, limits: self.settings.limits };
         let mut before = moment.map(|moment| moment.outside);
-        // Of a subvolume whose changes are not told of another look tells.
-        let listens = matches!(self.root, Root::Folder(_)) || moment.is_some() && !self.asynchronous;
+        // Of a subvolume another look tells, unless all is told of and only the sandbox acted: the calls of its tasks are
+        // noted at their end too, while a task of the host may still be at what was counted when it began.
+        let alone = self.answer.as_ref().map(|answer| answer.moment.outside) == before;
+        let listens = matches!(self.root, Root::Folder(_)) || before.is_some() && alone && !self.asynchronous;
         let mut tries = filesystem::TRIES;
         loop {
             let from = self.registered.epoch();
